@@ -15,13 +15,14 @@ import importlib.util
 import json
 import os
 import shutil
-import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from harness.launch.ranks import start
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser")
 PATIENCE_S = 180
@@ -60,11 +61,10 @@ class Browser:
             *(["--no-sandbox"] if os.geteuid() == 0 else []),
             "about:blank",
         ]
-        self._process = subprocess.Popen(
-            command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        self._process = start(command, None, logs=Path(self._profile.name), env={})
         self._stack = contextlib.ExitStack()
-        self._stack.callback(self._end)
+        self._stack.callback(self._profile.cleanup)
+        self._stack.callback(self._process.end)
         try:
             address = self._address()
             # No pings: on a busy machine a browser may not answer for 20 s.
@@ -82,25 +82,16 @@ class Browser:
     def __exit__(self, *error: object) -> None:
         self._stack.close()
 
-    def _end(self) -> None:
-        self._process.terminate()
-        try:
-            self._process.wait(PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._profile.cleanup()
-
     def _address(self) -> str:
         """Return the socket that Chromium writes to its profile when it listens."""
         port_file = Path(self._profile.name, "DevToolsActivePort")
         deadline = time.monotonic() + PATIENCE_S
-        while time.monotonic() < deadline and self._process.poll() is None:
+        while time.monotonic() < deadline and not self._process.ended:
             lines = port_file.read_text().split() if port_file.exists() else []
             if len(lines) == 2:
                 return f"ws://127.0.0.1:{lines[0]}{lines[1]}"
             time.sleep(0.05)
-        raise RuntimeError(f"Chromium did not start: exit code {self._process.poll()}")
+        raise RuntimeError(f"Chromium did not start: {self._process.logs[0].read_text()}")
 
     def open(self, url: str, width: int = 1280, height: int = 900, dark: bool = False) -> Page:
         """Load a page in a new tab until its `load` event."""

@@ -1,18 +1,14 @@
-"""tools/accept_gpu.py with steps that pass, fail, raise, hang and write garbage."""
+"""tools/accept_gpu.py with steps that pass, fail, raise and write garbage."""
 
 import os
-import subprocess
 import sys
-import time
-from pathlib import Path
 
 from tools import accept_gpu
 from tools.acceptance.bench import Bench, expect
 from tools.acceptance.report import Step
 
-NAMES = ("good", "skipped", "failing", "raising", "rubbish", "hanging")
+NAMES = ("good", "skipped", "failing", "raising", "rubbish")
 STEPS = [Step(name, f"{name}?", f"tests.planted_acceptance:{name}") for name in NAMES]
-IN_A_SESSION_OF_ITS_OWN = "trap '' TERM; while true; do sleep 1; done"
 
 
 def good(bench: Bench) -> str:
@@ -55,15 +51,6 @@ def rubbish(bench: Bench) -> str:
     (bench.folder / "now").write_bytes(b"\xff\xfe\x1b[2J")
     (bench.folder / "result.json").write_text('{"figure": [], "checks": [{"name": 3}]}')
     os._exit(0)
-
-
-def hanging(bench: Bench) -> str:
-    """Start a process as a launcher would, which ignores SIGTERM; then hang."""
-    child = subprocess.Popen(["sh", "-c", IN_A_SESSION_OF_ITS_OWN], start_new_session=True)
-    bench.say("hanging")
-    Path(os.environ["PLANTED_PIDS"]).write_text(f"{os.getpid()} {child.pid}")
-    time.sleep(3600)
-    return ""
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from harness.launch.ranks import free_port
+from harness.launch.ranks import Ranks, free_port, start
 from tests.real_runs import REPOSITORY, wait_for
 
 NODES = ("n1", "n2")
@@ -60,7 +60,7 @@ class PrivateSlurm:
         deadline = time.monotonic() + 60
         while "idle" not in self.run("sinfo", "--noheader", "--format=%T %D"):
             if time.monotonic() > deadline:
-                logs = "\n".join(path.read_text()[-500:] for path in folder.glob("*.log"))
+                logs = "\n".join(path.read_text()[-500:] for path in folder.glob("*/log.txt"))
                 self.close()
                 raise CannotStart(f"the nodes did not come up:\n{logs}")
             time.sleep(0.2)
@@ -81,14 +81,8 @@ class PrivateSlurm:
 
     def close(self) -> None:
         """End the daemons that it started, and munge if no other private Slurm needs it."""
-        for process in self.daemons:
-            process.send_signal(signal.SIGTERM)
-        for process in self.daemons:
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        for daemon in self.daemons:
+            daemon.end()
         with _one_at_a_time():
             running = {process.info["name"] for process in psutil.process_iter(["name"])}
             if MUNGE_PID.exists() and "slurmctld" not in running:
@@ -124,9 +118,8 @@ class PrivateSlurm:
         done = subprocess.run("munge -n | unmunge", shell=True, capture_output=True)
         return done.returncode == 0
 
-    def _daemon(self, *command: str) -> subprocess.Popen[bytes]:
-        with (self.folder / f"{'-'.join(command)}.log").open("wb") as log:
-            return subprocess.Popen(command, env=self.env, stdout=log, stderr=log)
+    def _daemon(self, *command: str) -> Ranks:
+        return start(command, None, REPOSITORY, self.folder / "-".join(command), self.env)
 
     def _configuration(self) -> str:
         at = self.folder

@@ -9,6 +9,7 @@ import functools
 import importlib
 import inspect
 import pickle
+import shutil
 import sys
 import tempfile
 import time
@@ -56,8 +57,7 @@ class _Group:
 
     def __init__(self, count: int) -> None:
         self.calls = 0
-        self._folder = tempfile.TemporaryDirectory(prefix="ranks-")
-        folder = Path(self._folder.name)
+        self._folder = folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         with Listener(str(folder / "socket")) as listener:
             command = [sys.executable, "-m", "tests.ranks", listener.address]
             self._processes = start(command, folder, count)
@@ -97,7 +97,7 @@ class _Group:
         for connection in self._by_rank:
             connection.close()
         self._processes.wait(_GRACE_S)
-        self._folder.cleanup()
+        shutil.rmtree(self._folder)
 
 
 _groups: dict[int, _Group] = {}

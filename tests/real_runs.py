@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import os
 import random
 import signal
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.launch import ranks as cpu_ranks
 from harness.launch.fork_server import Zygote
-from harness.launch.ranks import REPOSITORY
+from harness.launch.ranks import REPOSITORY, Outcome
 from harness.launch.ranks import Ranks as Group
 from harness.runfolder import RunFolder
 
@@ -56,23 +55,6 @@ def write_corpus(path: Path, documents: int = 200) -> Path:
         words = [draw.choice(_WORDS) for _ in range(draw.randrange(20, 120))]
         (path / f"{number}.txt").write_text(" ".join(words) + ".\n")
     return path
-
-
-@dataclass(frozen=True)
-class Ended:
-    """How a group of ranks ended."""
-
-    codes: list[int]
-    outputs: list[str]  # stdout and stderr of each rank
-
-    @property
-    def output(self) -> str:
-        return "\n".join(self.outputs)
-
-    def succeeded(self) -> Ended:
-        """Return the object itself; fail with all output unless every rank exited with 0."""
-        assert set(self.codes) == {0}, f"exit codes {self.codes}\n{self.output}"
-        return self
 
 
 # Environment changes for a run on CPU; None removes a variable.
@@ -133,18 +115,19 @@ def start(
     return cpu_ranks.start(words, ranks, folder, logs or folder, {**CHANGES, **(env or {})})
 
 
-def wait(group: Group, timeout_s: float = 900) -> Ended:
+def wait(group: Group, timeout_s: float = 900) -> Outcome:
     """Wait for the ranks of `start`. Ranks that exceed the time print their stacks and abort."""
     deadline = time.monotonic() + timeout_s
-    for process in group.processes:
-        try:
-            process.wait(max(0.0, deadline - time.monotonic()))
-        except subprocess.TimeoutExpired:
-            process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
-    codes = [process.wait() for process in group.processes]
+
+    def abort_late() -> None:
+        if time.monotonic() > deadline:
+            for process in group.processes:
+                process.send_signal(signal.SIGABRT)  # PYTHONFAULTHANDLER prints the stacks
+
+    ended = group.wait(meanwhile=abort_late, patience_s=math.inf)
     for left in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{group.port}_*"):
         left.unlink()
-    return Ended(codes, [log.read_text(errors="replace") for log in group.logs])
+    return ended
 
 
 def run_ranks(
@@ -152,7 +135,7 @@ def run_ranks(
     folder: Path,
     ranks: int = 2,
     env: Mapping[str, str | None] | None = None,
-) -> Ended:
+) -> Outcome:
     """Start `command` on every rank and wait for all."""
     return wait(start(command, folder, ranks, env))
 

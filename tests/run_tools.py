@@ -28,7 +28,8 @@ def run_tool(
     with tempfile.TemporaryDirectory() as folder:
         logs = Path(folder)
         (logs / "in").write_text(said)
-        (ended,) = zygote.start(str(script), words, 1, cwd, logs, environment(**variables)).wait()
+        tool = zygote.start(str(script), words, 1, cwd, logs, environment(**variables))
+        (ended,) = tool.wait().codes
         out, err = (logs / "out").read_text(), (logs / "err").read_text()
     assert ended == code, out + err
     return subprocess.CompletedProcess([str(script), *words], ended, out, err)

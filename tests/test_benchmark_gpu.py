@@ -3,6 +3,7 @@
 import argparse
 import json
 import os
+import sys
 import traceback
 import warnings
 from pathlib import Path
@@ -22,7 +23,6 @@ from tests.real_runs import REPOSITORY, SMALL_MODEL
 from tests.run_tools import run_tool
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
-from tools.bounded import Ended
 from tools.speed import worker
 from tools.speed.cases import LADDER, Case, measured, swept
 from tools.speed.worker import (
@@ -190,16 +190,16 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_case_has_paths_of_the_caller_and_one_micro_batch(
     micro_batch: str, ranks: int, batch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def run(command: list[str], limit_s: float, log: Path, cwd: Path, env: dict[str, str]) -> Ended:
-        log.touch()
-        assert f"train.global_batch={batch}" in command
-        assert (cwd, env["PYTHONPATH"].split(os.pathsep)[0]) == (tmp_path, str(REPOSITORY))
-        return Ended(3, 0.0, 0.0)
-
+    (shows := tmp_path / "shows").write_text(
+        '#!/bin/sh\npwd > pwd; echo "$@" > words; echo $PYTHONPATH > path; exit 3'
+    )
+    shows.chmod(0o755)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("tools.speed.cases.run_bounded", run)
+    monkeypatch.setattr(sys, "executable", str(shows))
     line = measured(Case("base", {"train.micro_batch": micro_batch}), DEFAULT_DS_JSON, ranks, 1, 1)
-    assert line["error"].startswith("ended with code 3")
+    assert line["error"] == "ended with code 3: no output"
+    assert f"train.global_batch={batch} " in (tmp_path / "words").read_text()
+    assert (tmp_path / "path").read_text().strip().split(os.pathsep)[0] == str(REPOSITORY)
 
 
 @pytest.mark.gate("tools")

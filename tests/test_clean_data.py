@@ -8,7 +8,6 @@ import re
 import shlex
 import signal
 import subprocess
-import time
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -20,6 +19,8 @@ import pytest
 from harness.data import shards
 from harness.errors import ExitCode
 from harness.files.corpus import find_corpus
+from harness.launch.ranks import forked
+from tests.real_runs import wait_for
 from tools.clean_data import _tokenizer_problems, main
 from tools.slurm_queue import queued
 from tools.tokenize_data import main as tokenize
@@ -316,18 +317,11 @@ def test_killed_at_any_point_it_ends_with_the_same_bytes(
     ends = []
     ways = ((1, signal.SIGKILL), (6, signal.SIGINT), (14, signal.SIGTERM), (30, signal.SIGKILL))
     for count, number in ways:
-        child = os.fork()
-        if not child:
-            os._exit(main([str(cleaned[0]), str(out), "--workers=2"]))
-        ended, deadline = 0, time.monotonic() + 300
-        while not ended and len([*out.glob("logs/*/completions/*")]) < count:
-            ended, code = os.waitpid(child, os.WNOHANG)
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
-        if not ended:
-            os.kill(child, number)
-            _, code = os.waitpid(child, 0)
-        ends.append(os.waitstatus_to_exitcode(code))
+        group = forked(lambda _: main([str(cleaned[0]), str(out), "--workers=2"]), 1)
+        is_due = lambda: group.ended or len([*out.glob("logs/*/completions/*")]) >= count  # noqa: B023, E731
+        wait_for(is_due, "the time of its end", 300, every_s=0.002)
+        group.processes[0].send_signal(number)
+        ends += group.wait().codes
     assert ends[0] == -signal.SIGKILL
     assert {*ends[1:3]} <= {ExitCode.STOPPED, ExitCode.DONE}  # it may have ended meanwhile
     assert ExitCode.STOPPED in ends[1:3]
@@ -364,12 +358,8 @@ def test_cleaned_text_is_tokenised_directly_and_resumes(
 
         with monkeypatch.context() as patch:
             patch.setattr(shards, name, dying)
-            child = os.fork()
-            if not child:
-                os.setpgid(0, 0)
-                os._exit(main(asked))
-            _, code = os.waitpid(child, 0)
-        assert os.waitstatus_to_exitcode(code) == -signal.SIGKILL
+            (code,) = forked(lambda _: os.setpgid(0, 0) or main(asked), 1).wait().codes
+        assert code == -signal.SIGKILL
         assert not (out / "tokens.idx").exists()
 
     killed_at("encode_corpus")

@@ -15,11 +15,11 @@ from harness.config.data_section import DataConfig
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
-from harness.launch.ranks import free_port
+from harness.launch.ranks import Outcome, free_port
 from harness.models.initialize import materialize
 from harness.models.skeleton import hf_config, skeleton
 from harness.runfolder import RunFolder
-from tests.real_runs import REPOSITORY, Ended, environment, events, run_ranks, train_command
+from tests.real_runs import REPOSITORY, environment, events, run_ranks, train_command
 from tests.shipped import DS_CONFIGS
 
 STEPS = 12
@@ -59,7 +59,7 @@ def raw_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     return [json.loads(line) for line in folder.metrics_path.read_text().splitlines()]
 
 
-def one_rank(tmp_path: Path, data: list[str], *arguments: object) -> Ended:
+def one_rank(tmp_path: Path, data: list[str], *arguments: object) -> Outcome:
     command = train_command(*data, f"run.dir={tmp_path / 'run'}", *arguments)
     return run_ranks(command, tmp_path / "log", ranks=1)
 

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from tests.real_runs import REPOSITORY, SMALL_MODEL, Ended, run_ranks
+from harness.launch.ranks import Outcome
+from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks
 
 NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
 
 
 def fly(
     folder: Path, *arguments: object, what: str = "", limit_s: float = 120, fresh: bool = False
-) -> Ended:
+) -> Outcome:
     """Do `what` to each `rank`, then run the check; with `fresh`, nothing is imported before."""
     words = [sys.executable, "-m", "tests.planted_preflight", what, *SMALL_MODEL]
     env = {"PYTHONPATH": str(REPOSITORY)} if fresh else None
@@ -22,7 +23,7 @@ def fly(
     return run_ranks([*words, f"--limit-s={limit_s}", *arguments], folder, env=env)
 
 
-def verdicts(ended: Ended) -> dict[str, dict[str, str]]:
+def verdicts(ended: Outcome) -> dict[str, dict[str, str]]:
     """Return the checks of --json by name."""
     text = ended.outputs[0]
     found = json.loads(text[text.index("{") : text.rindex("}") + 1])

@@ -1,19 +1,17 @@
 """rehearse.py: the small version of a job; a rehearsal passes, and can fail."""
 
-import contextlib
 import json
 import re
-import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import AutoConfig
@@ -22,7 +20,7 @@ from harness.config.ds_json import read_ds_json
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.files.corpus import find_corpus
-from harness.launch.ranks import ON_CPU
+from harness.launch.ranks import ON_CPU, Ranks, ending
 from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape
@@ -30,7 +28,7 @@ from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.command import parse_command, plan_from
 from harness.plan.model_config import find_model_config, preset_names
-from tests.real_runs import REPOSITORY, Group, environment, fill, start, wait_for
+from tests.real_runs import fill, imported, start
 from tests.run_tools import run_tool
 from tests.shipped import DS_CONFIGS, ranks_with_experts
 from tools import rehearse
@@ -547,29 +545,6 @@ def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
     assert kept_folder(printed.out).parent == tmp_path
 
 
-@pytest.mark.gate("tools")
-def test_ctrl_c_ends_the_ranks_and_leaves_nothing(tmp_path: Path, data: list[str]) -> None:
-    tool = [sys.executable, REPOSITORY / "tools" / "rehearse.py", "--gpus", "2", *data]
-    process = subprocess.Popen(
-        [*tool, f"--folder={tmp_path}"],
-        env=environment(),
-        stdout=subprocess.DEVNULL,
-        # In a shell's background job, Ctrl-C would be ignored.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-    )
-    wait_for(lambda: ranks_under(tmp_path), "the ranks")
-    process.send_signal(signal.SIGINT)
-    assert process.wait(60) == rehearse.INTERRUPTED
-    assert not list(tmp_path.iterdir())
-    assert not ranks_under(tmp_path)
-
-
-def ranks_under(folder: Path) -> list[str]:
-    """Return the commands that train into a folder."""
-    commands = (" ".join(each.info["cmdline"] or ()) for each in psutil.process_iter(["cmdline"]))
-    return [words for words in commands if "harness/train.py" in words and str(folder) in words]
-
-
 @pytest.mark.slow("five stages of a job")
 @pytest.mark.parametrize(
     "is_forked",
@@ -599,17 +574,13 @@ def test_a_rehearsal_of_zero_3_holds(
     assert not list(tmp_path.iterdir())
 
 
-@contextlib.contextmanager
 def forked(
     command: list[str], ranks: int, cwd: Path, logs: Path, env: Mapping[str, str]
-) -> Iterator[Group]:
+) -> AbstractContextManager[Ranks]:
     """Start ranks as the rehearsal does, but with everything imported."""
     assert env == ON_CPU
-    group = start(command, cwd, ranks, logs=logs)
-    try:
-        yield group
-    finally:
-        group.end()
+    imported()
+    return ending(partial(start, command, cwd, ranks, logs=logs))
 
 
 @pytest.mark.gate("tools")

@@ -5,8 +5,6 @@ import os
 import re
 import shutil
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,13 +13,13 @@ from harness.runfolder import RunFolder
 from tests.private_slurm import Job, PrivateSlurm
 from tests.real_runs import (
     REPOSITORY,
-    environment,
     events,
     run_ranks,
     train_command,
     wait_for,
     write_corpus,
 )
+from tests.sweeps import launched
 from tests.sweeps.launched import write_sweep
 from tests.tiers import rest_in_gate
 
@@ -179,25 +177,18 @@ def test_sweep_array_stops_early_and_requeues_tasks(
     pytest.importorskip("optuna")
     settings = "method = 'grid'\nprune = {after = 0.1}\nslurm = {nodes = 1, time = 30}"
     path = write_sweep(tmp_path, "ours", settings, "optim.lr = [1e-2, 1e-5]", data)
-    process = subprocess.Popen(
-        [sys.executable, REPOSITORY / "tools" / "sweep.py", path.name, "--slurm"],
-        cwd=tmp_path,
-        env={**slurm.env, **environment(PREFLIGHT="0", SLURM_CONF=slurm.env["SLURM_CONF"])},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
+    conf = slurm.env["SLURM_CONF"]
+    process = launched.start(path, "--slurm", PREFLIGHT="0", SLURM_CONF=conf)
     folder = tmp_path / "runs" / "ours"
     first, second = (RunFolder(folder / f"trial-00{number}") for number in range(2))
     try:
         wait_for(lambda: len(first.read_metrics()) > 7, "the first decision", 600)
         job = (folder / "slurm_job").read_text().strip()
         slurm.run("scancel", "--signal=USR1", "--batch", f"{job}_0")
-        output, _ = process.communicate(timeout=600)
+        output = launched.ended(process)
     finally:
         process.kill()
     logs = output + "\n".join(log.read_text() for log in folder.glob("slurm-*.out"))
-    assert process.returncode == 0, logs
     assert "2 of 2 trials" in output, logs
     assert "trial 001 | lr=1e-05 | pruned: stopped after 10% of its run" in output
     assert [line["step"] for line in first.read_metrics()] == list(range(41))

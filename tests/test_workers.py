@@ -3,8 +3,7 @@
 import os
 import signal
 import time
-from contextlib import nullcontext
-from types import SimpleNamespace
+from typing import BinaryIO
 
 import pytest
 
@@ -27,8 +26,9 @@ def test_an_error_larger_than_a_pipe_arrives() -> None:
 
 
 def test_a_worker_that_is_killed_while_it_reports_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    def send_half(self: workers.Connection, error: Exception) -> None:
-        os.write(self.fileno(), b"\0\0\1\0half")  # of 256 bytes
+    def write_half(error: Exception, file: BinaryIO) -> None:
+        file.write(b"half")
+        file.flush()
         os.kill(os.getpid(), signal.SIGKILL)
 
     def fail(item: int, progress: Progress) -> None:
@@ -36,7 +36,7 @@ def test_a_worker_that_is_killed_while_it_reports_is_named(monkeypatch: pytest.M
             time.sleep(60)
         raise ConfigError("torn")
 
-    monkeypatch.setattr(workers.Connection, "send", send_half)
+    monkeypatch.setattr(workers.pickle, "dump", write_half)
     with pytest.raises(WorkerFailed, match="SIGKILL"):
         run_workers(fail, range(2), 2, nothing)
 
@@ -50,18 +50,3 @@ def test_killed_worker_is_named_not_those_ended_with_it(killed: int) -> None:
 
     with pytest.raises(WorkerFailed, match=r"SIGKILL .*lower --workers"):
         run_workers(work, range(2), 2, nothing)
-
-
-@pytest.mark.parametrize("is_dead", [False, True])
-def test_the_parent_may_be_process_1(is_dead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a container; a worker whose parent is dead has another parent."""
-    ids = SimpleNamespace(getpid=lambda: 1, getppid=lambda: 4711 if is_dead else 1)
-    monkeypatch.setattr(workers, "os", ids)
-    worked = workers.multiprocessing.get_context("fork").Value("i", 0)
-
-    def work(item: int, progress: Progress) -> None:
-        worked.value += 1
-
-    with pytest.raises(WorkerFailed) if is_dead else nullcontext():
-        run_workers(work, range(1), 1, nothing)
-    assert worked.value == (0 if is_dead else 1)

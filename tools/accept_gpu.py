@@ -25,12 +25,11 @@ from pathlib import Path
 REPOSITORY = Path(__file__).resolve().parents[1]
 sys.path[0] = str(REPOSITORY)
 
-from harness.launch.ranks import python_path
+from harness.launch.ranks import python_path, started
 from harness.layout.world import SHARES_GPU, find_accelerator, visible_gpus
 from harness.terminal import command_parser, say
 from tools.acceptance import report
 from tools.acceptance.report import Result, Step, readable
-from tools.bounded import run_bounded
 from tools.made_with import machine, versions
 from tools.workers import INTERRUPTED, as_ctrl_c
 
@@ -114,9 +113,9 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
     """Run a step in its own process, then end all processes that it started."""
     own = folder / step.name
     own.mkdir()
-    log, now = own / "log.txt", own / "now"
-    code = "import sys; from tools.acceptance.bench import do_step; do_step(*sys.argv[1:])"
-    command = [sys.executable, "-c", code, step.where, str(own)]
+    now = own / "now"
+    call = "import sys; from tools.acceptance.bench import do_step; do_step(*sys.argv[1:])"
+    command = [sys.executable, "-c", call, step.where, str(own)]
     command += [str(ranks), accelerator, str(limit_s)]
     began = said_at = time.monotonic()
 
@@ -127,17 +126,26 @@ def _done(step: Step, folder: Path, ranks: int, accelerator: str, limit_s: float
             what = readable(now.read_text(errors="replace")) if now.exists() else "starting"
             _say(f"    {said_at - began:3.0f} of at most {limit_s:.0f} s: {what}")
 
-    env = {**os.environ, "DS_ACCELERATOR": accelerator}
-    env["PYTHONPATH"] = python_path(env.get("PYTHONPATH"))
-    ended = run_bounded(command, limit_s, log, REPOSITORY, env, progress)
-    if ended.code == 0:
-        return report.read_result(own / "result.json", step.name, ended.seconds, ended.cpu_s, log)
+    env = {"DS_ACCELERATOR": accelerator}
+    env["PYTHONPATH"] = python_path(os.environ.get("PYTHONPATH"))
+    before_s = _cpu_s()
+    with started(command, None, REPOSITORY, own, env) as group:
+        ended = group.wait(limit_s, progress)
+    (code,), (seconds,), (log,) = ended.codes, ended.seconds, group.logs
+    cpu_s = _cpu_s() - before_s
+    if code == 0:
+        return report.read_result(own / "result.json", step.name, seconds, cpu_s, log)
     at = readable(now.read_text(errors="replace")) if now.exists() else "its start"
     why = f"it took longer than {limit_s:.0f} s and was stopped, at: {at}"
-    if ended.code is not None:
-        last = log.read_text(errors="replace").strip().rpartition("\n")[2]
-        why = f"it ended with code {ended.code}, at: {at}: {last}"
-    return Result(step.name, ended.seconds, problem=why, cpu_s=ended.cpu_s, log=str(log))
+    if code is not None:
+        why = f"it ended with code {code}, at: {at}: {ended.last_line}"
+    return Result(step.name, seconds, problem=why, cpu_s=cpu_s, log=str(log))
+
+
+def _cpu_s() -> float:
+    """Return the processor seconds of the processes that have been waited for."""
+    times = os.times()
+    return times.children_user + times.children_system
 
 
 def _parser(steps: Sequence[Step]) -> argparse.ArgumentParser:

@@ -1,16 +1,17 @@
-"""Runs work in many processes of this machine; none of them outlive the tool."""
+"""Runs work in many processes of this machine; none of them outlive the tool.
+
+Workers are no ranks, but forks of the tool, so that they share the data that it has loaded.
+"""
 
 import contextlib
-import ctypes
 import multiprocessing
 import os
+import pickle
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
 from types import FrameType
 from typing import NoReturn
 
@@ -18,10 +19,11 @@ from tqdm import tqdm  # type: ignore[import-untyped]
 
 from harness import terminal
 from harness.errors import ConfigError
+from harness.launch.ranks import forked
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C, as in shells."""
-_POLL_S = 0.5
+_TOLD = 3  # a worker's exit code when it has written its error
 _LINE_EVERY_S = 30.0  # seconds between lines if no terminal shows a changing one
 
 
@@ -49,16 +51,15 @@ def run_workers(
 ) -> None:
     """Call `work(item, progress)` for every item, in forked processes that share loaded data.
 
-    `watch` is called about twice a second with each worker's last `progress` value, by item. Raises
-    a worker's ConfigError or OSError, or WorkerFailed, after ending the other workers.
+    `watch` is called often with each worker's last `progress` value, by item. Raises a worker's
+    ConfigError or OSError, or WorkerFailed, after ending the other workers.
     """
     context = multiprocessing.get_context("fork")
     following = context.Value("q", 0)
     done = context.Array("q", max(1, len(items)), lock=False)
-    parent = os.getpid()
+    count = min(workers, len(items))
 
     def loop() -> None:
-        _end_with(parent)
         while True:
             with following.get_lock():
                 place = following.value
@@ -71,65 +72,33 @@ def run_workers(
 
             work(items[place], progress)
 
-    def worker(writer: Connection) -> None:
-        try:
-            loop()
-        except (ConfigError, OSError) as error:
-            writer.send(error)
-            sys.exit(1)
-        except Exception:
-            writer.send(WorkerFailed(traceback.format_exc()))
-            sys.exit(1)
+    with contextlib.ExitStack() as stack:
+        # In memory, because the error may be that the disk is full.
+        opened = (os.fdopen(os.memfd_create("error"), "r+b") for _ in range(count))
+        errors = [stack.enter_context(file) for file in opened]
 
-    processes: list[BaseProcess] = []
-    readers: list[Connection] = []  # one per worker: a killed worker may leave half a message
-    errors: list[Exception] = []
-    sys.stdout.flush()
-    try:
-        for _ in range(min(workers, len(items))):
-            reader, writer = context.Pipe(duplex=False)
-            with writer:  # only the worker's copy stays open: when it ends, the pipe ends
-                process = context.Process(target=worker, args=(writer,))
-                process.start()
-            processes.append(process)
-            readers.append(reader)
-        while readers and not errors:
-            ready = wait(readers, _POLL_S)
-            errors += filter(None, map(_received, ready))
-            readers = [reader for reader in readers if reader not in ready]
-            watch(dict(zip(items, done, strict=False)))
-            if any(process.exitcode for process in processes):
-                break
-    finally:
-        died = [process for process in processes if process.exitcode]
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.join()
-    errors += filter(None, map(_received, readers))
-    if errors:
-        raise errors[0]
-    for process in [*died, *processes]:  # first those that nobody terminated
-        if process.exitcode:
-            raise WorkerFailed(_how(process.exitcode))
+        def worker(number: int) -> int:
+            try:
+                loop()
+            except Exception as error:
+                is_expected = isinstance(error, ConfigError | OSError)
+                told = error if is_expected else WorkerFailed(traceback.format_exc())
+                pickle.dump(told, errors[number])
+                errors[number].flush()
+                return _TOLD
+            return 0
 
-
-def _received(reader: Connection) -> Exception | None:
-    """Return the error that a worker sent; None if it ended without sending a whole one."""
-    try:
-        return reader.recv()
-    except (EOFError, OSError):
-        return None
-
-
-def _end_with(parent: int) -> None:
-    """Leave Ctrl-C to the parent, and let a killed parent take its workers with it."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    death_signal = 1  # PR_SET_PDEATHSIG of prctl(2)
-    ctypes.CDLL(None).prctl(death_signal, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent was killed before the call above
-        sys.exit(1)
+        group = forked(worker, count)
+        stack.callback(group.end)
+        ended = group.wait(
+            meanwhile=lambda: watch(dict(zip(items, done, strict=False))), patience_s=0.0
+        )
+        for code, error in zip(ended.codes, errors, strict=True):
+            if code == _TOLD:
+                error.seek(0)
+                raise pickle.load(error)
+            if code:
+                raise WorkerFailed(_how(code))
 
 
 def _how(code: int) -> str:

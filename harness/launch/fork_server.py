@@ -1,15 +1,13 @@
 """Starts real multi-rank runs within two seconds by forking a process that has imported everything.
 
 `python -m harness.launch.fork_server FD` reads one job per line, forks its ranks, and replies on
-file descriptor FD: for `Zygote.run`, with exit codes, durations, the rendezvous port and processes
-left behind; for `Zygote.start`, with the port and the pids, which are then polled one by one.
+file descriptor FD with the rendezvous port and the pids, which are then polled one by one.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import ctypes
 import functools
 import gc
 import importlib
@@ -22,10 +20,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
-import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,30 +31,19 @@ from harness.launch.ranks import (
     ON_CPU,
     REPOSITORY,
     Forked,
+    Outcome,
     Ranks,
+    code_of,
+    deferred,
+    ending,
     environment,
+    fork,
     free_port,
     place_of,
     python_path,
 )
 
-# Options of prctl(2).
-_SET_DEATH_SIGNAL = 1
-_SET_CHILD_SUBREAPER = 36
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The result of a run's ranks."""
-
-    codes: list[int | None]
-    outputs: list[str]
-    seconds: list[float]  # duration of each
-
-    @property
-    def output(self) -> str:
-        """Output of all ranks."""
-        return "\n".join(self.outputs)
+_GRACE_S = 2.0  # for processes that ranks started to end after them
 
 
 class Zygote:
@@ -83,6 +68,7 @@ class Zygote:
             stdin=subprocess.PIPE,
             pass_fds=[to_answer],
             text=True,
+            start_new_session=True,
         )
         os.close(to_answer)
 
@@ -103,29 +89,24 @@ class Zygote:
         `main`: another module whose main(argv) is called. `patience_s`: seconds that ranks may
         outlive one that failed. Without `logs`, ranks inherit this process's output.
         """
-        if logs:
-            logs.mkdir(parents=True, exist_ok=True)
-        job = {
-            "args": args,
-            "ranks": ranks,
-            "logs": str(logs) if logs else None,
-            "fault": fault,
-            "planter": self._planter,
-            "limit_s": limit_s,
-            "patience_s": patience_s,
-            "main": main,
-            "cwd": str(cwd) if cwd else None,
-        }
-        codes, seconds, port, left = self._ask(job)
-        self.ports.append(port)
-        if None not in codes:  # a killed rank cannot end its compiler
-            self.left += [f"{command} ({logs})" for command in left]
-        texts = [logs / f"rank-{rank}.log" for rank in range(ranks)] if logs else []
-        outputs = [path.read_text(encoding="utf-8", errors="replace") for path in texts]
-        return Outcome(codes, outputs, seconds)
+        with ending(lambda: self.start(main, args, ranks, cwd, logs, fault=fault)) as group:
+            self.ports.append(group.port)
+            ended = group.wait(limit_s, patience_s=patience_s)
+            # A killed rank cannot end its compiler.
+            for left in group.others(_GRACE_S) if None not in ended.codes else ():
+                with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+                    self.left.append(f"{left.pid}: {' '.join(left.cmdline())} ({logs})")
+        return ended
 
     def start(
-        self, main: str, args: list[str], ranks: int, cwd: Path, logs: Path, env: dict[str, str]
+        self,
+        main: str,
+        args: list[str],
+        ranks: int,
+        cwd: Path | None,
+        logs: Path | None,
+        env: dict[str, str] | None = None,
+        fault: dict[str, Any] | None = None,
     ) -> Ranks:
         """Fork `ranks` ranks that call main() of module `main`, without waiting for them.
 
@@ -134,21 +115,21 @@ class Zygote:
         runs as under the interpreter: with the file `in` of `logs`, if any, as its stdin, and with
         `out` and `err` as its output.
         """
-        logs.mkdir(parents=True, exist_ok=True)
-        job = {"main": main, "args": args, "ranks": ranks, "cwd": str(cwd), "logs": str(logs)}
-        port, pids = self._ask({**job, "env": env, "fault": None})
-        processes = [Forked(pid, self._code_of) for pid in pids]
-        return Ranks(processes, [logs / f"rank-{rank}.log" for rank in range(ranks)], port)
-
-    def _code_of(self, pid: int) -> int | None:
-        code: int | None = self._ask({"poll": pid})
-        return code
+        job = {"main": main, "args": args, "ranks": ranks, "env": env, "fault": fault}
+        job |= {"planter": self._planter, "cwd": str(cwd) if cwd else None}
+        names = ("out",) if main.endswith(".py") else [f"rank-{rank}.log" for rank in range(ranks)]
+        if logs:
+            logs.mkdir(parents=True, exist_ok=True)
+        port, pids = self._ask({**job, "logs": str(logs) if logs else None})
+        processes = [Forked(pid, lambda pid: self._ask({"poll": pid})) for pid in pids]
+        return Ranks(processes, [logs / name for name in names] if logs else [], port)
 
     def _ask(self, job: dict[str, Any]) -> Any:
         assert self._process.stdin
-        self._process.stdin.write(json.dumps(job) + "\n")
-        self._process.stdin.flush()
-        return json.loads(self._answers.readline())
+        with deferred(signal.SIGINT, signal.SIGTERM):  # the next job must not get this answer
+            self._process.stdin.write(json.dumps(job) + "\n")
+            self._process.stdin.flush()
+            return json.loads(self._answers.readline())
 
     def close(self) -> None:
         """End the process; it must have no ranks."""
@@ -182,7 +163,6 @@ def main() -> None:
     # DeepSpeed calls this twice for every engine with a CPU optimizer, which takes 3 s.
     cpu_info = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: cpu_info
-    ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)  # adopt children that ranks leave
     gc.collect()
     gc.freeze()  # exclude the imports from searches for tensors
     with os.fdopen(int(sys.argv[1]), "w") as answers:
@@ -215,65 +195,12 @@ def _share_gloo_threads() -> None:
 
 def _answer(job: dict[str, Any], to_answer: int) -> Any:
     if "poll" in job:
-        ended, status = os.waitpid(job["poll"], os.WNOHANG)
-        _started.discard(ended)
-        return os.waitstatus_to_exitcode(status) if ended else None
+        return code_of(job["poll"])
     port = free_port()
-    pids = [_fork(rank, port, job, to_answer) for rank in range(job["ranks"])]
-    if "limit_s" in job:  # Zygote.run waits for them
-        return *_wait(pids, job), port, _left_behind()
-    _started.update(pids)
-    return port, pids
+    return port, [fork(partial(_rank, rank, port, job, to_answer)) for rank in range(job["ranks"])]
 
 
-def _wait(pids: list[int], job: dict[str, Any]) -> tuple[list[int | None], list[float]]:
-    """Return the exit codes and seconds of a job's ranks; kill those that exceed its limits."""
-    began = time.monotonic()
-    deadline = began + job["limit_s"]
-    codes: dict[int, int] = {}
-    seconds: dict[int, float] = {}
-    while len(codes) < len(pids) and time.monotonic() < deadline:
-        if failed := [seconds[pid] for pid, code in codes.items() if code]:
-            deadline = min(deadline, began + min(failed) + job["patience_s"])
-        for pid in {*pids} - {*codes}:
-            ended, status = os.waitpid(pid, os.WNOHANG)
-            if ended:
-                codes[pid] = os.waitstatus_to_exitcode(status)
-                seconds[pid] = time.monotonic() - began
-        time.sleep(0.02)
-    for pid in {*pids} - {*codes}:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-    return [codes.get(pid) for pid in pids], [seconds.get(pid, math.inf) for pid in pids]
-
-
-_started: set[int] = set()
-"""Pids of ranks from `Zygote.start` that have not been waited for."""
-
-
-def _left_behind() -> list[str]:
-    """Kill processes that ranks started and left behind; return their commands."""
-    begun = []
-    for child in psutil.Process().children():
-        if child.pid not in _started:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                begun += [child, *child.children(recursive=True)]
-    _, alive = psutil.wait_procs(begun, timeout=2)
-    left = []
-    for process in alive:
-        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-            left.append(f"{process.pid}: {' '.join(process.cmdline())}")
-            process.kill()
-            process.wait()
-    return left
-
-
-def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
-    sys.stdout.flush()
-    pid = os.fork()
-    if pid:
-        return pid
-    ctypes.CDLL(None).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+def _rank(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int | None:
     os.close(to_answer)
     is_script, read = job["main"].endswith(".py"), f"{job['logs']}/in"
     if job["logs"]:
@@ -282,40 +209,26 @@ def _fork(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int:
             flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND
             os.dup2(os.open(f"{job['logs']}/{name}", flags), descriptor)
     os.dup2(os.open(read if os.path.exists(read) else os.devnull, os.O_RDONLY), 0)  # noqa: PTH110
-    if "env" in job:
+    if job["env"]:
         os.environ.clear()
         os.environ.update(job["env"])
         tempfile.tempdir = None  # read it from the new environment
     if not is_script:
         os.environ.update(place_of(rank, job["ranks"], port))
-    code = 1
+    if job["cwd"]:
+        os.chdir(job["cwd"])
+    if job["fault"]:
+        importlib.import_module(job["planter"]).plant(job["fault"], rank)
+    sys.argv = [job["main"], *job["args"]]  # some tools read it
+    if not is_script:
+        command = importlib.import_module(job["main"]).main
+        return command(job["args"]) if inspect.signature(command).parameters else command()
+    atexit._clear()  # registered by the imports
     try:
-        if job["cwd"]:
-            os.chdir(job["cwd"])
-        if job["fault"]:
-            importlib.import_module(job["planter"]).plant(job["fault"], rank)
-        sys.argv = [job["main"], *job["args"]]  # some tools read it
-        if is_script:
-            atexit._clear()  # registered by the imports
-            try:
-                runpy.run_path(job["main"], run_name="__main__")
-            finally:
-                atexit._run_exitfuncs()
-            code = 0
-        else:
-            command = importlib.import_module(job["main"]).main
-            code = command(job["args"]) if inspect.signature(command).parameters else command()
-    except SystemExit as end:
-        if isinstance(end.code, str):  # as the interpreter would
-            print(end.code, file=sys.stderr)
-        else:
-            code = int(end.code or 0)
-    except BaseException:  # as the interpreter would
-        traceback.print_exc()
+        runpy.run_path(job["main"], run_name="__main__")
     finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        atexit._run_exitfuncs()
+    return 0
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from harness.checkpoint.manifest import read_manifest
-from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, events
 from tests.shipped import DS_CONFIGS

@@ -11,7 +11,8 @@ from typing import Any
 
 from harness.checkpoint.store import verified
 from harness.errors import Unusable
-from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
 from tests.real_runs import SHARED_MEMORY

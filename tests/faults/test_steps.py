@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from harness.config.batch import Curriculum
-from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tests.shipped import DS_CONFIGS

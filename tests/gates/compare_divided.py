@@ -17,12 +17,13 @@ import math
 import sys
 import tempfile
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import multiprocessing, nn
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -34,6 +35,7 @@ from transformers import (
 from harness.engine.fragments import assembled, cutter
 from harness.engine.tensor import divide_forward
 from harness.errors import ExitCode
+from harness.launch.ranks import ending, forked
 from harness.layout.families import FAMILIES, SIZE_KEYS, family_of
 from harness.layout.grid import Grid, Share
 from harness.layout.shape import Shape
@@ -101,17 +103,9 @@ def main() -> int:
 def compared(family: str) -> Row:
     """Return the verdict of one family, on new ranks, so that none can hang the next one."""
     with tempfile.TemporaryDirectory() as folder:
-        context = multiprocessing.get_context("fork")
-        ranks = [
-            context.Process(target=_rank, args=(family, rank, Path(folder)))
-            for rank in range(RANKS)
-        ]
-        for rank in ranks:
-            rank.start()
-        for rank in ranks:
-            rank.join(LIMIT_S)
-        for rank in ranks:
-            rank.kill()
+        start = partial(forked, partial(_rank, family, folder=Path(folder)), RANKS)
+        with ending(start) as group:
+            group.wait(LIMIT_S)
         result = Path(folder) / "row.json"
         if not result.exists():
             return Row(family, problem="no result: the ranks hang or crash")

@@ -17,7 +17,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from harness.launch.fork_server import Zygote
-from harness.launch.ranks import PATIENCE_S, raise_errors, run_module
+from harness.launch.ranks import PATIENCE_S, started
 from harness.plan.machine import libaio_problems
 from tests.gates.cell import Job
 
@@ -58,16 +58,19 @@ def _launch(
 ) -> None:
     for stale in out.glob("*.error"):
         stale.unlink()
-    path = out / f"todo-{ranks}.pickle"
+    path, module = out / f"todo-{ranks}.pickle", "tests.gates.jobs"
     path.write_bytes(pickle.dumps(jobs))
     arguments = [f"--jobs={path}", f"--out={out}"]
     if zygote is None:
-        run_module("tests.gates.jobs", arguments, ranks, out, env or {})
-        return
-    ended = zygote.run(
-        arguments, ranks=ranks, main="tests.gates.jobs", limit_s=math.inf, patience_s=PATIENCE_S
-    )
-    raise_errors(ended.codes, out)
+        with started([sys.executable, "-m", module, *arguments], ranks, env=env or {}) as group:
+            ended = group.wait()
+    else:
+        ended = zygote.run(
+            arguments, ranks=ranks, limit_s=math.inf, main=module, patience_s=PATIENCE_S
+        )
+    if set(ended.codes) != {0}:
+        texts = [path.read_text() for path in sorted(out.glob("*.error"))]
+        raise SystemExit("\n".join(texts) or f"the process group ended with {ended.codes}")
 
 
 def main(argv: list[str]) -> int:

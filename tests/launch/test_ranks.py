@@ -1,18 +1,24 @@
-"""The processes of a group end together."""
+"""The processes of a group end together, and none outlives whoever started them."""
 
-import re
+import os
 import signal
+import subprocess
 import sys
 import time
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
+import psutil
 import pytest
 
 from harness.launch import fork_server, ranks
-from harness.launch.ranks import raise_errors, run_module, started
-from tests.real_runs import wait_for
+from harness.launch.ranks import Ranks, ending, started
+from tests.gates import jobs
+from tests.real_runs import environment, imported, wait_for
+from tests.shipped import DS_CONFIGS
 
 _ONE_FAILS = """
 import os, sys, time
@@ -24,51 +30,164 @@ time.sleep(600)
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_whichever_rank_fails_the_other_does_not_outlive_it(failing: int) -> None:
-    began = time.monotonic()
-
-    def still_patient() -> None:
-        assert time.monotonic() < began + 120.0, "it waits for a rank that waits for the failed one"
-
+    """Nor does it wait for a rank that waits for the failed one."""
     with started([sys.executable, "-c", _ONE_FAILS, str(failing)], 2) as group:
-        codes = group.wait(meanwhile=still_patient, patience_s=0.1)
-    assert codes[failing] == 7
-    assert codes[1 - failing] == -signal.SIGTERM
+        ended = group.wait(limit_s=120.0, patience_s=0.1)
+    assert (ended.codes[failing], ended.codes[1 - failing]) == (7, None)
+    assert max(ended.seconds) < 120.0
+    assert group.processes[1 - failing].returncode == -signal.SIGTERM
 
 
-@pytest.mark.parametrize("codes", [(0, 1), (0, -9), (None, 0)])
-def test_rank_that_did_not_end_with_0_is_an_error(
-    codes: tuple[int | None, ...], tmp_path: Path
-) -> None:
-    raise_errors([0, 0], tmp_path)
-    with pytest.raises(SystemExit, match=re.escape(f"ended with {codes}")):
-        raise_errors(codes, tmp_path)
-    (tmp_path / "1.error").write_text("no memory")
-    with pytest.raises(SystemExit, match=r"^no memory$"):
-        raise_errors(codes, tmp_path)
+# It ignores SIGTERM, as does its child in another session, which becomes an orphan.
+_HANGS = """#!/bin/sh
+trap '' TERM
+setsid sleep 1000 &
+echo $$ $! >> {pids}
+while true; do sleep 1; done
+"""
+_FORKED = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 
 
-_DEAF = """
-import signal, time
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-print("deaf", flush=True)
-time.sleep(60)
+@pytest.fixture
+def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a program that hangs with a child, and writes both pids to the file `pids`."""
+    monkeypatch.setattr(ranks, "ENDING_S", 0.3)
+    program = tmp_path / "hangs"
+    program.write_text(_HANGS.format(pids=tmp_path / "pids"))
+    program.chmod(0o755)
+    (tmp_path / "forked.py").write_text(_FORKED)
+    return program
+
+
+def forked(program: Path) -> AbstractContextManager[Ranks]:
+    """Run a program as a rank that is forked from a process that has imported everything."""
+    script, logs, (zygote, _) = program.with_name("forked.py"), program.parent, imported()
+    return ending(partial(zygote.start, str(script), [str(program)], 1, None, logs, environment()))
+
+
+WAYS: dict[str, Callable[[Path], AbstractContextManager[Ranks]]] = {
+    "rank": lambda program: started([str(program)], 1, logs=program.parent),
+    "helper": lambda program: started([str(program)], None, logs=program.parent),
+    "forked": forked,
+}
+
+
+def pids_of(program: Path) -> list[int]:
+    """Wait until a program that hangs has started; return the pids of all its processes."""
+    pids = program.with_name("pids")
+    wait_for(lambda: pids.exists() and pids.read_text().endswith("\n"), "a program that hangs", 120)
+    return [int(pid) for pid in pids.read_text().split()]
+
+
+def running(pids: list[int]) -> list[int]:
+    """Return the processes that have not ended."""
+    ended = (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    return [
+        pid for pid in pids if psutil.pid_exists(pid) and psutil.Process(pid).status() not in ended
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("end", ["limit", "kill", "Ctrl-C"])
+def test_nothing_outlives_its_block(way: str, end: str, hangs: Path) -> None:
+    """Even in another session; what runs beside the block goes on."""
+    beside = subprocess.Popen(["sleep", "1000"])
+    with suppress(KeyboardInterrupt), WAYS[way](hangs) as group:
+        first, _ = pids = pids_of(hangs)
+        assert running(pids) == pids
+        if end == "Ctrl-C":
+            raise KeyboardInterrupt
+        if end == "kill":
+            os.kill(first, signal.SIGKILL)
+        began = time.monotonic()
+        ended = group.wait(limit_s=60.0 if end == "kill" else 0.1)
+        assert ended.codes == [-signal.SIGKILL if end == "kill" else None]
+        assert ended.seconds[0] <= time.monotonic() - began
+    assert group.processes[0].returncode == -signal.SIGKILL
+    assert (running(pids), beside.poll()) == ([], None)
+    beside.kill()
+    beside.wait()
+
+
+# Each starts a program that hangs instead of Python, or hangs in a worker.
+USERS = {
+    "acceptance": """
+from tools import accept_gpu
+sys.exit(accept_gpu.main(["--ranks", "1"]))
+""",
+    "benchmark": """
+from harness.plan.command import DEFAULT_DS_JSON
+from tools.speed.cases import Case, measured
+measured(Case("base", {"train.micro_batch": "1"}), DEFAULT_DS_JSON, 1, 1, 1)
+""",
+    "gate": """
+from tests.gates.jobs import _launch
+_launch(None, [], Path(".."), 1, {})
+""",
+    "rehearsal": f"""
+from tools import rehearse
+json = "--deepspeed={DS_CONFIGS / "zero1.json"}"
+sys.exit(rehearse.main(["--gpus=1", "--ranks=1", "--folder=.", json]))
+""",
+    "workers": """
+import time
+from tools.workers import run_workers
+def work(item, progress):
+    Path("../pids").write_text(f"{os.getpid()}\\n")
+    time.sleep(1000)
+run_workers(work, [0], 1, lambda done: None)
+""",
+}
+SAID = {
+    "acceptance": "interrupted; all of its processes have ended",
+    "rehearsal": "interrupted; nothing was left behind",
+}
+_USER = """
+import os, signal, sys
+from pathlib import Path
+from harness.launch import ranks
+ranks.ENDING_S = 0.3
+os.chdir(sys.argv[2])
+sys.executable = sys.argv[1]
+signal.signal(signal.SIGINT, signal.default_int_handler)
 """
 
 
-def test_rank_that_ignores_sigterm_is_killed_at_its_limit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+@pytest.mark.parametrize("user", USERS)
+def test_processes_end_with_their_user(
+    user: str, number: signal.Signals, hangs: Path, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(ranks, "ENDING_S", 0.1)
-    with started([sys.executable, "-c", _DEAF], 1, logs=tmp_path) as group:
-        wait_for(group.logs[0].read_text, "a rank that ignores SIGTERM", 120)
-        assert group.wait(limit_s=0.0) == [-signal.SIGKILL]
+    """After SIGKILL, which leaves no time for more, only those that it started itself."""
+    (here := tmp_path / "here").mkdir()
+    (script := tmp_path / "user.py").write_text(_USER + USERS[user])
+    zygote, _ = imported()
+    variables = environment(TMPDIR=str(tmp_path))
+    words = [str(hangs), str(here)]
+    with ending(partial(zygote.start, str(script), words, 1, None, tmp_path, variables)) as group:
+        pids = pids_of(hangs)
+        group.processes[0].send_signal(number)
+        codes = group.wait(60.0).codes
+        wait_for(lambda: not running(pids[:1] if number == signal.SIGKILL else pids), "its end", 60)
+    if number == signal.SIGKILL:
+        assert codes == [-signal.SIGKILL]
+    else:
+        errors = (tmp_path / "err").read_text()
+        assert SAID.get(user, "KeyboardInterrupt") in errors
+        assert codes == [130 if user in SAID else 1], errors
+        assert not list(here.iterdir())
 
 
-def test_ranks_end_with_the_block_that_started_them(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", "import time; time.sleep(600)"]
-    with pytest.raises(KeyboardInterrupt), started(command, 2, logs=tmp_path) as group:
-        raise KeyboardInterrupt
-    assert group.ended
+@pytest.mark.parametrize(("parent", "is_dead"), [(1, False), (4711, True)])
+def test_a_process_whose_parent_is_dead_ends(
+    parent: int, is_dead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The parent may be process 1, as in a container."""
+    monkeypatch.setattr(ranks, "ctypes", mock.Mock())
+    system = mock.Mock(getppid=lambda: 1)
+    monkeypatch.setattr(ranks, "os", system)
+    ranks.follow(parent)
+    assert system._exit.called == is_dead
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -81,7 +200,16 @@ def test_the_fork_server_ends_with_its_block(fails: bool) -> None:
     process().wait.assert_called_once()
 
 
-def test_errors_of_an_earlier_run_are_removed(tmp_path: Path) -> None:
-    (tmp_path / "0.error").write_text("stale")
-    with pytest.raises(SystemExit, match=r"^the process group ended with \[1\]$"):
-        run_module("no_such_module", [], 1, tmp_path)
+@pytest.mark.parametrize("error", ["", "no memory"])
+def test_a_gate_whose_rank_fails_ends_with_its_error(
+    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Errors of an earlier start do not count."""
+    (tmp_path / "1.error").write_text("stale")
+    fails = tmp_path / "fails"
+    fails.write_text(f"#!/bin/sh\nprintf '{error}' > {tmp_path}/0.error; exit 1")
+    fails.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(fails))
+    with pytest.raises(SystemExit) as raised:
+        jobs._launch(None, [], tmp_path, 1, {})
+    assert raised.value.code == (error or "the process group ended with [1]")

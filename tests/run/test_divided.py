@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.real_runs import (
     REPOSITORY,

@@ -15,7 +15,8 @@ import torch
 from harness.config.run_file import load_run_config
 from harness.data.batch import Batch
 from harness.errors import ConfigError
-from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import Outcome
 from harness.layout.shape import flops_per_unit
 from harness.layout.world import World
 from harness.models.skeleton import hf_config, skeleton

@@ -17,7 +17,8 @@ from harness.checkpoint.reader import Reader
 from harness.checkpoint.store import Store
 from harness.checkpoint.tensor_file import write_bytes
 from harness.errors import NoCheckpoint, Unusable
-from harness.launch.fork_server import Outcome, Zygote
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import Outcome
 from harness.run.resumption import ResumePoint
 from harness.run.saving import load_into
 from harness.runfolder import RunFolder

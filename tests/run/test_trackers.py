@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from harness.config.sections import LogConfig
+from harness.launch.ranks import Outcome
 from harness.run.trackers import Trackers, metrics_of
 from harness.runfolder import RunFolder
-from tests.real_runs import Ended, run_ranks, train_command, wait_for
+from tests.real_runs import run_ranks, train_command, wait_for
 from tests.run.test_meter import LINE
 
 Scalars = dict[str, list[tuple[int, float]]]
@@ -136,7 +137,9 @@ def test_tracker_metric_names() -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunFolder, list[Ended]]:
+def ran(
+    data: list[str], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[RunFolder, list[Outcome]]:
     """Return a run on one rank of a JSON with a monitor, stopped by its length and resumed."""
     there = tmp_path_factory.mktemp("tracked")
     run = RunFolder(there / "run")
@@ -150,7 +153,7 @@ def ran(data: list[str], tmp_path_factory: pytest.TempPathFactory) -> tuple[RunF
     return run, [first, run_ranks([*command, "train.steps=6"], there / "log-6", ranks=1)]
 
 
-def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Ended]]) -> None:
+def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Outcome]]) -> None:
     run, ended = ran
     assert [attempt.codes for attempt in ended] == [[0], [0]], ended
     lines = {entry["step"]: entry for entry in run.read_metrics()}
@@ -165,7 +168,7 @@ def test_a_real_run_writes_its_measurements(ran: tuple[RunFolder, list[Ended]]) 
     assert by_position[-1][0] != by_position[-1][-1]
 
 
-def test_a_real_run_continues_its_curve(ran: tuple[RunFolder, list[Ended]]) -> None:
+def test_a_real_run_continues_its_curve(ran: tuple[RunFolder, list[Outcome]]) -> None:
     run, _ = ran
     scalars = read_tensorboard(run.path / "tensorboard")
     assert [step for step, _ in scalars["train/loss"]] == [1, 2, 3, 4, 5, 6]

@@ -27,12 +27,12 @@ def _quoted(value: str) -> str:
     return value if re.fullmatch(r"[\d.]+|true|false", value) else json.dumps(value)
 
 
-def start(path: Path, *options: str) -> subprocess.Popen[str]:
-    """Start a sweep in its file's folder."""
+def start(path: Path, *options: str, **variables: str) -> subprocess.Popen[str]:
+    """Start a sweep in its file's folder; `variables` change its environment."""
     return subprocess.Popen(
         [sys.executable, REPOSITORY / "tools" / "sweep.py", path.name, *options],
         cwd=path.parent,
-        env=environment(),
+        env=environment(**variables),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -16,8 +16,8 @@ from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.errors import ExitCode
-from harness.launch.fork_server import Outcome, Zygote
-from harness.launch.ranks import ON_CUDA, REPOSITORY, environment, started
+from harness.launch.fork_server import Zygote
+from harness.launch.ranks import ON_CUDA, REPOSITORY, Outcome, environment, started
 from harness.layout.world import World, ranks_per_gpu
 from harness.plan.make import make_plan
 from harness.runfolder import RunFolder
@@ -135,9 +135,7 @@ class Bench:
             )
         command = [sys.executable, "-m", module, *arguments]
         with started(command, count, REPOSITORY, logs, ON_CUDA) as group:
-            codes = group.wait(patience_s=_PATIENCE_S)
-        outputs = [path.read_text(encoding="utf-8", errors="replace") for path in group.logs]
-        return Outcome([*codes], outputs, [])
+            return group.wait(patience_s=_PATIENCE_S)
 
     def gate(self, name: str, *words: str, **variables: str) -> tuple[int, list[str], str]:
         """Run `python -m tests.gates.NAME`; return its exit code, its lines, and its last error."""

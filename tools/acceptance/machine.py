@@ -2,13 +2,12 @@
 
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from harness.launch.ranks import ON_CPU, REPOSITORY, environment, free_port
+from harness.launch.ranks import ON_CPU, REPOSITORY, free_port, started
 from harness.layout.world import visible_gpus
 from tools.acceptance.bench import Bench, Skipped, expect, on_rank, tail
 from tools.acceptance.report import Check, readable
@@ -83,16 +82,12 @@ def _by_deepspeed(bench: Bench) -> str:
 
 def _launched(bench: Bench, name: str, *launcher: str) -> str:
     folder = bench.folder / name
-    folder.mkdir()
-    log = folder / "log.txt"
-    with log.open("wb") as output:
-        done = subprocess.run(
-            [sys.executable, "-m", *launcher, __name__, str(folder)], cwd=REPOSITORY,
-            stdin=subprocess.DEVNULL, env=environment({} if bench.on_cuda else ON_CPU),
-            stdout=output, stderr=subprocess.STDOUT, check=False,
-        )  # fmt: skip
-    last = readable(log.read_text(errors="replace").strip().rpartition("\n")[2])
-    expect(done.returncode == 0, f"it ended with code {done.returncode}: {last}")
+    command = [sys.executable, "-m", *launcher, __name__, str(folder)]
+    env = {} if bench.on_cuda else ON_CPU
+    with started(command, None, REPOSITORY, folder, env) as group:
+        ended = group.wait()
+    last = readable(ended.last_line)
+    expect(ended.codes == [0], f"it ended with code {ended.codes[0]}: {last}")
     return _met(bench, folder, name)
 
 

@@ -3,14 +3,14 @@
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from harness.launch.ranks import REPOSITORY, environment
+from harness.launch.ranks import REPOSITORY, Ranks, started
 from tools.acceptance.bench import Bench, Failed, Skipped, expect, on_rank, tiny_engine
 
 _ELEMENTS = 10_000_000
@@ -71,33 +71,28 @@ def _killed_build(own: Path) -> str:
     waits = f"case \" $* \" in *' -c '*) touch '{begun}'; sleep 3600;; esac"
     slow.write_text(f"#!/bin/sh\n{waits}\nexec '{compiler}' \"$@\"\n")
     slow.chmod(0o755)
-    log = own / "second.log"
-    first = _builder(own, str(slow), source, own / "first.log")
-    _until(begun.exists, "the first build to begin", first)
-    second = _builder(own, compiler, source, log)
-    _until(lambda: "waiting for another" in log.read_text(), "the second to wait", second)
-    os.killpg(first.pid, signal.SIGKILL)
-    first.wait()
-    code = second.wait(_PATIENCE_S)
-    expect(code == 0 and _LOADED in log.read_text(), f"it ended with {code}: {log.read_text()}")
+    with _builder(own / "first", str(slow), source) as first:  # ends the compiler that it leaves
+        _until(begun.exists, "the first build to begin", first)
+        with _builder(own / "second", compiler, source) as second:
+            (log,) = second.logs
+            _until(lambda: "waiting for another" in log.read_text(), "the second to wait", second)
+            os.killpg(first.processes[0].pid, signal.SIGKILL)
+            ended = second.wait(_PATIENCE_S)
+    is_built = ended.codes == [0] and ended.last_line == _LOADED
+    expect(is_built, f"it ended with {ended.codes[0]}: {ended.output}")
     return "the build that waited for it succeeded"
 
 
-def _builder(folder: Path, compiler: str, source: Path, log: Path) -> subprocess.Popen[bytes]:
+def _builder(logs: Path, compiler: str, source: Path) -> AbstractContextManager[Ranks]:
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', os.defpath)}"
-    env = environment({"CXX": compiler, "TORCH_EXTENSIONS_DIR": str(folder), "PATH": path})
-    with log.open("wb") as output:
-        return subprocess.Popen(
-            [sys.executable, "-c", _BUILD, str(source)], cwd=REPOSITORY, env=env,
-            stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )  # fmt: skip
+    env = {"CXX": compiler, "TORCH_EXTENSIONS_DIR": str(source.parent), "PATH": path}
+    return started([sys.executable, "-c", _BUILD, str(source)], None, REPOSITORY, logs, env)
 
 
-def _until(condition: Callable[[], bool], what: str, process: subprocess.Popen[bytes]) -> None:
+def _until(condition: Callable[[], bool], what: str, builder: Ranks) -> None:
     deadline = time.monotonic() + _PATIENCE_S
     while not condition():
-        if process.poll() is not None or time.monotonic() > deadline:
+        if builder.ended or time.monotonic() > deadline:
             raise Failed(f"waited for {what}, in vain")
         time.sleep(0.1)
 

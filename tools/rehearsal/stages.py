@@ -203,9 +203,8 @@ class Rehearsal:
         command += ["--trust-remote-code"] if self.job.trust_remote_code else []
         logs = self.folder / "logs" / "export"
         with started(command, 1, Path.cwd(), logs, self._on_device) as ranks:
-            code, *_ = ranks.wait(LIMIT_S)
-        output = ranks.logs[0].read_text(errors="replace")
-        last = output.strip().rpartition("\n")[2].rpartition("; ")[2]
+            last = ranks.wait(LIMIT_S).last_line.rpartition("; ")[2]
+            code = ranks.processes[0].returncode
         if code or not last.startswith("its probe loss is"):
             raise StageFailed(f"export_hf.py ended with code {code}", _tail(ranks))
         return f"opens in transformers; {last}"
@@ -257,7 +256,8 @@ class Rehearsal:
                     told_at = now
                     self.say(f"  {stage}: step {step} of {STEPS}, {now - began:.0f} s")
 
-            codes = group.wait(LIMIT_S, meanwhile)
+            group.wait(LIMIT_S, meanwhile)
+            codes = [process.returncode for process in group.processes]
         if set(codes) == {int(expected)}:
             return
         late = f" (they had {LIMIT_S:g} s)" if time.monotonic() - began > LIMIT_S else ""

@@ -13,8 +13,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from harness.launch.ranks import python_path
-from tools.bounded import run_bounded
+from harness.launch.ranks import python_path, started
 
 ALIASES = {"micro_batch": "train.micro_batch", "seq_len": "data.seq_len", "model": "model.name"}
 """Short key names for --sweep."""
@@ -94,7 +93,7 @@ def measured(
     environment.
     """
     with tempfile.TemporaryDirectory() as scratch:
-        out, log = Path(scratch, "found.json"), Path(scratch, "log.txt")
+        out = Path(scratch, "found.json")
         step = case.settings["train.micro_batch"]
         step = str(int(step) * ranks) if step.isdecimal() else step
         own = {"train.global_batch": step, "run.dir": f"{scratch}/run"}
@@ -107,12 +106,13 @@ def measured(
         # Relative paths are the caller's; a `tools` or `harness` there is not this repository's.
         path = python_path(os.environ.get("PYTHONPATH"))
         own_code = {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
-        ended = run_bounded(command, limit_s, log, Path.cwd(), {**os.environ, **own_code, **env})
+        with started(command, None, Path.cwd(), Path(scratch), {**own_code, **env}) as group:
+            ended = group.wait(limit_s)
         report: dict[str, Any] = json.loads(out.read_text()) if out.exists() else {}
-        last = (log.read_text(errors="replace").strip().splitlines() or ["no output"])[-1]
-    if ended.code is None:
+    (code,), last = ended.codes, ended.last_line or "no output"
+    if code is None:
         report["error"] = f"not finished after {limit_s:g} s: {last}"
-    elif ended.code and "error" not in report:
-        report["error"] = f"ended with code {ended.code}: {last}"
+    elif code and "error" not in report:
+        report["error"] = f"ended with code {code}: {last}"
     report.pop("rank", None)
     return report

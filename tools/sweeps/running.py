@@ -92,8 +92,7 @@ class Running:
     def _ask_to_end(self) -> None:
         """Let all processes save and end, as Slurm's own warning does."""
         for process in self.ranks.processes:
-            if process.poll() is None:
-                process.send_signal(signal.SIGUSR1)
+            process.send_signal(signal.SIGUSR1)
 
     def _see(self, line: dict[str, Any]) -> None:
         self.step, self._tokens = line["step"], line.get("tokens", self._tokens)
@@ -265,7 +264,8 @@ def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
         command = [sys.executable, str(REPOSITORY / "harness" / "train.py")]
         command += sweep.command(choice, folder).words()
         env = _lane_environment(ranks, parallel, lane)
-        return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, stop_with_parent=True)
+        # A killed sweep's ranks save and end.
+        return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, signal.SIGUSR1)
 
     left = [record.number for record in study.records() if not record.has_ended]
     return Queue(sweep, study, Budget(sweep, None), say, start, left, parallel)
@@ -292,6 +292,7 @@ def run_task(sweep: Sweep, study: Study, number: int, say: Say) -> int:
 
     def start(choice: Choice, folder: Path, lane: int) -> Ranks:
         words = sweep.command(choice, folder.absolute()).words()
+        # In this process's session, by which Slurm knows the job's processes.
         return Ranks([subprocess.Popen(["bash", str(script), *words])], [sweep.folder / log], 0)
 
     budget = Budget(sweep, slurm_world(sweep))

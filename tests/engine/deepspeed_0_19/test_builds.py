@@ -2,11 +2,6 @@
 
 import errno
 import fcntl
-import os
-import shutil
-import signal
-import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
@@ -16,16 +11,8 @@ import pytest
 from harness.engine.deepspeed_0_19 import builds
 from harness.engine.deepspeed_0_19.builds import _BuildLock
 from harness.errors import ConfigError
-from tests.real_runs import REPOSITORY, environment, run_ranks, train_command, wait_for
+from tests.real_runs import REPOSITORY, run_ranks, train_command
 
-BUILDS = """
-import sys
-from harness.engine.deepspeed_0_19 import builds
-from torch.utils import cpp_extension
-builds.watch_builds(lambda text: print(text, flush=True))
-cpp_extension.load(name="planted", sources=[sys.argv[1]], is_python_module=False)
-print("loaded", flush=True)
-"""
 STARTS_NOT = "echo 'planted.h:1: error: nothing works' >&2; exit 1"
 # Only flags show that a command compiles: paths may contain any word.
 COMPILES_NOT = f'case " $* " in *" -c "*) {STARTS_NOT};; *) exec c++ "$@";; esac'
@@ -44,35 +31,6 @@ def source(folder: Path) -> Path:
     path = folder / "planted.cpp"
     path.write_text('extern "C" int planted() { return 1; }\n')
     return path
-
-
-@pytest.mark.gate("engine")
-@pytest.mark.slow
-def test_op_build_is_taken_over_from_a_killed_builder(tmp_path: Path) -> None:
-    started, real = tmp_path / "started", shutil.which("c++")
-    waits = f'case " $* " in *" -c "*) touch {started}; sleep 300;; esac; exec {real} "$@"'
-    command = [sys.executable, "-c", BUILDS, str(source(tmp_path))]
-    builders, log = [], tmp_path / "second.log"
-    for cxx in (compiler(tmp_path / "slow", waits), real):
-        variables = environment(
-            TORCH_EXTENSIONS_DIR=str(tmp_path), PYTHONPATH=str(REPOSITORY), CXX=cxx
-        )
-        with log.open("wb") as output:
-            builder = subprocess.Popen(
-                command, env=variables, stdout=output, stderr=output, start_new_session=True
-            )
-        builders.append(builder)
-        wait_for(lambda: started.exists(), "the first compiler", 120)
-    first, second = builders
-    wait_for(lambda: "waiting for another process" in log.read_text(), "the second", 120)
-    os.killpg(first.pid, signal.SIGKILL)
-    assert second.wait(120) == 0, log.read_text()
-    first.wait()
-    said = log.read_text().splitlines()
-    assert said[0].startswith(f"compiling DeepSpeed's planted in {tmp_path}/planted")
-    assert said[1].startswith("waiting for another process that is building in")
-    assert said[2].startswith("planted was ready after")
-    assert said[3] == "loaded"
 
 
 def test_op_build_waits_on_the_lock_of_others(tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ def tests_of(change: MutationSpec, seconds: dict[str, float]) -> list[str]:
 
 def run_tests(tests: list[str], limit_s: float) -> int | None:
     """Run tests in a fork of this process, which has imported the large packages. Return pytest's
-    exit code, or None after `limit_s`.
+    exit code, or None after `limit_s`. Not by harness/launch: the change may be in it.
     """
     shutil.rmtree(SCRATCH, ignore_errors=True)
     SCRATCH.mkdir()
