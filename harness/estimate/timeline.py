@@ -212,7 +212,8 @@ class RankTimeline:
 
     def most(self, place: Place) -> int:
         """Return the peak bytes in a place, over all phases."""
-        return max(map(add, self.states.sums[place], self.batch.sums[place]))
+        most: int = max(map(add, self.states.sums[place], self.batch.sums[place]))
+        return most
 
     def evidence(self, component: str) -> Evidence:
         """Return the weakest evidence for a component on the device."""
@@ -420,8 +421,9 @@ def estimate_memory(inputs: Inputs, device_bytes: int | None = None, once: Once 
     grid, ranks = inputs.grid, list[RankTimeline]()
     assert (grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
     for stage in range(grid.pipeline):
-        of_batch = once(batch, inputs, stage, once)
-        for shard, states in once(states_that_differ, inputs, stage):
+        of_batch: Totals = once(batch, inputs, stage, once)
+        differing: list[tuple[int, Totals]] = once(states_that_differ, inputs, stage)
+        for shard, states in differing:
             rank = grid.rank(Coords(stage, *divmod(shard, grid.sequence), 0))
             ranks.append(RankTimeline(rank, stage, inputs, states, of_batch))
     return Estimate(inputs, tuple(ranks), device_bytes)
