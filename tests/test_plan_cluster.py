@@ -6,7 +6,6 @@ import shlex
 import subprocess
 import tomllib
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -32,9 +31,9 @@ from tests.tiers import rest_in_gate
 from tools.cluster import choose, search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
-from tools.cluster.count import Question
+from tools.cluster.count import Counted, Question
 from tools.cluster.layouts import STATES, Layout, base_json, layouts
-from tools.cluster.search import Search, count_all
+from tools.cluster.search import Memo, count, count_all
 from tools.cluster.search import answer as answer_to
 from tools.cluster.what_if import Spent, _changes, front_of, largest_micro_batch
 from tools.plan_cluster import _parser
@@ -118,7 +117,7 @@ def test_counted_layout_memory_equals_the_plan() -> None:
             kinds.setdefault((layout.way, layout.checkpointing), layout)
         assert len(kinds) > 40
         for layout in [*kinds.values()][::step]:
-            plan, (counted,) = plan_of(args, layout, question.run), Search(question).count([layout])
+            plan, (counted,) = plan_of(args, layout, question.run), count(question, [layout])
             assert plan.estimate is not None
             assert counted.memory.worst.peak == plan.estimate.worst.peak, layout.text
             assert plan.grad_accum == counted.memory.inputs.grad_accum
@@ -150,11 +149,11 @@ def test_only_zero_3_leaves_sizes_to_the_model() -> None:
 def test_missing_bytes_are_those_of_the_peak_that_was_judged() -> None:
     question = replace(question_of(arguments(*JOB)), device_bytes=2**30)
     layout = Layout(1, "none", 1, 1, 1, 1, 8, "none")
-    (counted,) = Search(question).count([layout])
+    (counted,) = count(question, [layout])
     assert counted.fits is False  # by its bounds
     assert counted.missing_bytes == counted.peak_bytes - 2**30
-    within = replace(question, device_bytes=(counted.worst.peak + counted.driver.low) * 21 // 20)
-    (judged,) = Search(within).count([layout])
+    within = replace(question, device_bytes=(counted.peak_bytes) * 21 // 20)
+    (judged,) = count(within, [layout])
     assert judged.fits_by_bounds is None
     judged.fits = False  # by the allocator's model
     assert judged.missing_bytes == max(0, judged.peak_interval[1] - within.device_bytes)
@@ -189,30 +188,23 @@ def test_states_that_the_optimizer_does_not_support_are_left_out() -> None:
 
 @pytest.mark.gate("plan")
 def test_ten_thousand_layouts_are_counted_from_few_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By counting calls instead of seconds: shared parts are counted once (docs/planner.md)."""
-    calls: Counter[str] = Counter()
-
-    def counting(name: str) -> Callable[..., Any]:
-        counted = getattr(search, name)
-
-        def call(*words: Any) -> Any:
-            calls[name] += 1
-            return counted(*words)
-
-        return call
-
-    names = ("layer_activations", "layer_passes", "state_parts", "batch_parts", "computed")
-    for name in (*names, "synchronised", "driver_bytes"):
-        monkeypatch.setattr(search, name, counting(name))
-    answered = answer_to(*job("mixtral-8x7b", 256, "h100-80", 8192, 1024))
-    every = answered.counted
+    """By counting parts instead of seconds: shared parts are made once (docs/planner.md)."""
+    memos: list[Memo] = []
+    monkeypatch.setattr(search, "Memo", lambda some: memos.append(Memo(some)) or memos[0])
+    every = answer_to(*job("mixtral-8x7b", 256, "h100-80", 8192, 1024)).counted
     assert len(every) > 10_000
-    assert calls["layer_activations"] + calls["layer_passes"] < 0.1 * len(every)
-    assert calls["state_parts"] + calls["synchronised"] + calls["driver_bytes"] < 0.2 * len(every)
-    assert calls["batch_parts"] + calls["computed"] < 0.8 * len(every)
-    played = sum("memory" in vars(each) for each in every)
+    made = Counter(part.__name__ for part, *_ in memos[0].parts)
+    assert made["layer_activations"] + made["layer_passes"] < 0.1 * len(every)
+    assert made["states_that_differ"] + made["synchronised"] < 0.1 * len(every)
+    assert made["batch"] + made["computed"] < 0.8 * len(every)
+    played = sum(map(simulated, every))
     planned = sum(each.trained is not None for each in every)
     assert played <= planned <= 3 * len(ASKED)
+
+
+def simulated(counted: Counted) -> bool:
+    """Return True if the allocator was simulated for a layout."""
+    return "reserved" in vars(counted.memory.worst)
 
 
 def shown(answered: Answer) -> list[Layout | None]:
@@ -226,12 +218,12 @@ def shown(answered: Answer) -> list[Layout | None]:
 def test_shown_layouts_are_planned_and_rejected_ones_excluded() -> None:
     question = question_of(arguments(*JOB))
     every = [*layouts(question.some.shape, 4, 4, 1024, 64, lora=False)]
-    usual = answer_of(Search(question).count(every))
+    usual = answer_of(count(question, every))
     assert usual.best is not None
     assert all(each.trained for each in usual.ways.values() if each.fits)
     why = "but nobody trained it"
     refused = replace(question, refusal=lambda one: why if way_of(one) == "ZeRO 1" else "")
-    again = answer_of(Search(refused).count(every))
+    again = answer_of(count(refused, every))
     assert way_of(usual.best.layout) == "ZeRO 1"
     assert again.best is not None
     assert way_of(again.best.layout) == "ZeRO 2"
@@ -320,15 +312,15 @@ def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
     _, question = job(model, gpus, gpu, seq_len, batch)
     shape = question.some.shape
     every = [*layouts(shape, gpus, question.machine.gpus_per_node, seq_len, batch, lora=False)]
-    some = {each.layout.way: each for each in Search(question).count(every[::7])}
+    some = {each.layout.way: each for each in count(question, every[::7])}
     assert len(some) > 40
     for counted in some.values():
-        memory = estimate_memory(counted.inputs, question.device_bytes)
+        memory, shared = estimate_memory(counted.inputs, question.device_bytes), counted.memory
         worst, text = memory.worst, counted.layout.text
-        assert (counted.worst.peak, counted.worst.stage) == (worst.peak, worst.stage), text
-        assert counted.host_bytes_per_node == memory.host_bytes_per_node, text
-        assert counted.driver == worst.driver
-        assert counted.terms == estimate_time(counted.inputs, question.machine).terms, text
+        assert (shared.worst.peak, shared.worst.stage) == (worst.peak, worst.stage), text
+        assert shared.host_bytes_per_node == memory.host_bytes_per_node, text
+        assert shared.worst.loose == worst.loose, text
+        assert counted.time.terms == estimate_time(counted.inputs, question.machine).terms, text
         if counted.fits is None:
             continue  # its allocator decides, which is not simulated here
         assert counted.fits == (memory.verdict == "fits" and not counted.missing_host_bytes)
@@ -349,7 +341,7 @@ def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> Non
     assert best.inputs.layers_by == "traced"
     again = plan_of(args, best.layout, question.run).estimate
     assert again is not None
-    assert again.worst.peak == pytest.approx(best.worst.peak, rel=0.01)
+    assert again.worst.peak == pytest.approx(best.memory.worst.peak, rel=0.01)
 
 
 @pytest.mark.parametrize(
@@ -364,7 +356,7 @@ def test_lazy_allocator_search_equals_exhaustive_search(
     for each in every:
         each.decide()
     assert shown(few) == shown(answer_of(every))
-    asked = [sum("memory" in vars(each) for each in counted) for counted in (few.counted, every)]
+    asked = [sum(map(simulated, counted)) for counted in (few.counted, every)]
     assert asked[0] < asked[1]
 
 

@@ -57,6 +57,11 @@ class ZeroEngine(Engine):
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, skip_rule: SkipRule | None = None
     ) -> StepResult:
+        """Take one optimizer step on this rank's micro-batches of a global batch.
+
+        `targets`: target tokens of the global batch, over all ranks; without any, the step is
+        skipped. Raises RunStopped (diverged) if fp16's loss scale is already at its minimum.
+        """
         loss_share = self.accumulate(batches, targets)
         if skip_rule is None and targets:
             return StepResult(loss_share, self.apply(lr))
@@ -117,11 +122,13 @@ class ZeroEngine(Engine):
         return norm / self.loss_scale
 
     def gradients_apart(self) -> dict[str, float]:
+        """Return how far gradients of unsliced parameters differ over tensor ranks. Collective."""
         if self.groups.size("tensor") == 1:
             return {}
         return gradients_apart(self._own_module, self.groups.of("tensor"), self.device)
 
     def replicated(self) -> Iterator[Replica]:
+        """Yield the elements that ranks of a stage hold in common, in the same order on all."""
         # Under ZeRO-3: weights below stage3_param_persistence_threshold, and the shards that
         # tensor-parallel ranks have in common.
         peers = self.share.ranks("tensor")
@@ -137,6 +144,7 @@ class ZeroEngine(Engine):
                 yield Replica(name, tensor, ranks, group)
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
+        """Return (name, weight, group) of each weight that another stage holds too."""
         return []
 
     @property
@@ -145,12 +153,20 @@ class ZeroEngine(Engine):
         return self.groups.of("replicas")
 
     def group_of(self, purpose: Purpose) -> dist.ProcessGroup:
+        """Return this rank's group for a purpose. Raises KeyError if the layout does not use it."""
         return self.groups.of(purpose)
 
     @torch.no_grad()
     def eval_batch(
         self, batches: list[Batch], by_position: torch.Tensor | None = None
     ) -> torch.Tensor:
+        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced;
+        zeros on all pipeline stages but the last. Also add the same per context length to
+        `by_position` (buckets, 2), fp64, on this rank's device.
+
+        Buckets are equal ranges of the number of tokens visible to the target's input token. With
+        recurrent state carried over, contiguous text (Batch.windows) must come in call order.
+        """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
@@ -161,6 +177,9 @@ class ZeroEngine(Engine):
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Return the logits (vocab_size,) after the last token of `input_ids` (1, tokens), both
+        the same on all ranks.
+        """
         self.engine.eval()
         logits = self.forward.last_logits(input_ids)
         if vocabulary := getattr(self.module, "vocabulary", None):
@@ -169,16 +188,25 @@ class ZeroEngine(Engine):
         return logits
 
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum a small tensor over the data-parallel ranks, in place."""
         dist.all_reduce(values, group=self.groups.of("loss"))
         return values
 
     def expert_tokens(self) -> torch.Tensor | None:
+        """Return (layers, experts) int64 on this rank's device: training tokens that all ranks'
+        routers sent to each expert since the last call. None without expert parallelism.
+        Collective.
+        """
         return None if self._experts is None else self._experts.tokens()
 
     def count_sources(self, sources: int) -> None:
+        """Start summing the training loss of each source of a mixture."""
         self.source_sums = torch.zeros(sources, dtype=torch.float64, device=self.device)
 
     def source_losses(self) -> torch.Tensor | None:
+        """Return (sources,) fp64: the training loss of each source summed over all ranks since the
+        last call; None if sources are not counted. Collective.
+        """
         if self.source_sums is None:
             return None
         sums = self.sum_over_ranks(self.source_sums.clone())
@@ -195,31 +223,38 @@ class ZeroEngine(Engine):
 
     @property
     def module(self) -> PreTrainedModel:
+        """The Hugging Face model; with pipeline stages, the whole model without its weights."""
         model: PreTrainedModel = self.engine.module
         return model
 
     def undivided(self) -> PreTrainedModel:
+        """Return the full model of which ranks hold slices or stages, without weights."""
         whole = self.make_undivided()
         whole.gets_padding = self.module.gets_padding  # its experts are balanced as in training
         return whole
 
     @property
     def loss_scale(self) -> float:
+        """Factor by which the loss is multiplied before the backward pass; 1 except in fp16."""
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     @property
     def skipped_steps(self) -> int:
+        """Number of steps skipped since the start."""
         return int(self.engine.skipped_steps)
 
     @property
     def step_applied(self) -> bool:
+        """False after a step that was skipped and changed nothing."""
         return bool(self.engine.was_step_applied())
 
     def write_monitors(self, events: list[tuple[str, float, int]]) -> None:
+        """Pass (name, value, samples) to the monitors enabled in the JSON; rank 0 only."""
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(events)
 
     def describe(self) -> dict[str, Any]:
+        """Return the classes, the ZeRO stage and the number of elements actually on this rank."""
         optimizer = self.engine.optimizer
         inner = internals.inner_optimizer(self.engine)
         return {
@@ -231,28 +266,41 @@ class ZeroEngine(Engine):
         }
 
     def close(self) -> None:
+        """Release hooks, buffers and files; the engine is unusable afterwards."""
         swap.remove_files(self.engine)
         self.engine.destroy()
 
     def fragments(self, states: bool = True) -> list[Fragment]:
+        """Return the fragments that this rank saves, as views of live memory; the ranks together
+        hold every element once. Without `states`, weights only: no optimizer state, no recurrent
+        state.
+        """
         saved = state.fragments(self.engine, self._own_module, self.share, states)
         if states and self.forward.carried:
             saved += self.forward.carried.fragments()
         return saved
 
     def restore(self, fill: Fill, kinds: Kinds) -> None:
+        """Fill weights, the `kinds` of optimizer state and the recurrent state of each row. Not
+        collective; may raise on one rank only.
+
+        If no rank raised, call `refresh_weights` next.
+        """
         state.restore(self.engine, self._own_module, fill, kinds)
         if self.forward.carried:
             self.forward.carried.restore(fill, kinds)
 
     def refresh_weights(self) -> None:
+        """Update the weights used for computing from those that `restore` filled. Collective."""
         state.refresh_weights(self.engine)
         gradients.gather_after_writing(self.engine)
 
     def scalars(self) -> Scalars:
+        """Return counters, loss scaling and the optimizer's step count; equal on all ranks."""
         return state.scalars(self.engine)
 
     def restore_scalars(self, saved: Scalars) -> None:
+        """Restore the values returned by `scalars`; call it after `restore`."""
         state.restore_scalars(self.engine, saved)
 
     @property

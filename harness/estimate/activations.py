@@ -4,7 +4,7 @@ Tests compare the sums with what autograd saves for the real models; for a famil
 compared, `activation_evidence` returns "guessed".
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 
 from harness.estimate.inputs import BY_REFERENCE, ELEMENT_BYTES, WITH_KERNELS, Inputs
@@ -26,7 +26,9 @@ from harness.estimate.memory_item import (
     STEPPED,
     Evidence,
     MemoryItem,
+    Once,
     Place,
+    call,
 )
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.recompute import REVERSIBLE, is_checkpointed
@@ -63,19 +65,16 @@ def activation_evidence(inputs: Inputs) -> Evidence:
     return "traced" if traced else "guessed"
 
 
-def activations(
-    inputs: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
-) -> list[MemoryItem]:
+def activations(inputs: Inputs, once: Once = call) -> list[MemoryItem]:
     """Return saved activations and the temporaries of the backward pass.
 
-    They are for one micro-batch, or for all that a pipeline stage has in flight. `layer_of` lets
-    planners cache layers that many runs share.
+    They are for one micro-batch, or for all that a pipeline stage has in flight.
     """
     if inputs.autocast:
         return _under_autocast(inputs)
     evidence, batches = activation_evidence(inputs), inputs.in_flight
     kinds = inputs.layers_alike
-    layers = {each[0]: layer_of(inputs, each[0]) for each in kinds}
+    layers = {each[0]: once(layer_activations, inputs, each[0]) for each in kinds}
     parts: list[MemoryItem] = []
     kept = [(_kept(inputs, each[0], layers[each[0]]), len(each)) for each in kinds]
     for name, place in {key: None for sizes, _ in kept for key in sizes}:

@@ -7,6 +7,7 @@ intervals: libraries load kernels on demand, and NCCL uses as many channels as i
 import tomllib
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from harness.estimate.inputs import Inputs
@@ -62,6 +63,7 @@ def communicators(grid: Grid, secondary_ranks: int = 1) -> int:
     return 2 + axes + 2 * (grid.expert > 1) + (secondary_ranks > 1)
 
 
+@lru_cache(maxsize=1024)
 def driver_bytes(grid: Grid, gpu: str | None, secondary_ranks: int = 1) -> Interval:
     """Return the bytes that a rank uses on its GPU outside torch's allocator."""
     kind, count = generation_of(gpu), communicators(grid, secondary_ranks)

@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 GIB = 2**30
+Once = Callable[..., Any]
+"""(part, *arguments) -> part(*arguments); a planner's own remembers parts that many runs share."""
+
+
+def call(part: Callable[..., Any], *arguments: Any) -> Any:
+    """Return a part of an estimate, made for this run alone."""
+    return part(*arguments)
 
 
 def as_size(size: float) -> str:

@@ -1,9 +1,10 @@
 """The memory estimate of a run: the ranks that differ, each over the phases of a step."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from operator import add
+from typing import Any, get_args
 
 from harness.estimate.activations import activations, attention_copies, carried_states
 from harness.estimate.buffers import (
@@ -22,7 +23,6 @@ from harness.estimate.host import (
     saving,
 )
 from harness.estimate.inputs import Inputs
-from harness.estimate.layer_bytes import Layer, layer_activations
 from harness.estimate.memory_item import (
     EVIDENCE,
     FP32,
@@ -31,7 +31,9 @@ from harness.estimate.memory_item import (
     Evidence,
     Interval,
     MemoryItem,
+    Once,
     Place,
+    call,
 )
 from harness.estimate.reserved import reserved_bytes
 from harness.estimate.states import model_states, optimizer_class
@@ -46,58 +48,34 @@ UNMODELLED = 1.04
 """Factor on the allocator model's upper bound, for kernel workspaces that are not counted."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True)
 class Totals:
-    """Parts, with their sums."""
+    """Parts of a rank's memory, with their sums."""
 
     parts: tuple[MemoryItem, ...]
+    copies: tuple[MemoryItem, ...] = ()
+    """What kernels may keep in addition, which only upper bounds include."""
 
     @cached_property
-    def device(self) -> tuple[int, ...]:
-        """Device memory in each of PHASES, in bytes."""
-        return self._sums("device")
-
-    @cached_property
-    def host(self) -> tuple[int, ...]:
-        """Host memory in each of PHASES, in bytes."""
-        return self._sums("host")
+    def sums(self) -> dict[Place, list[int]]:
+        """Bytes in each of PHASES, by place."""
+        sums: dict[Place, list[int]] = {place: [0] * len(PHASES) for place in get_args(Place)}
+        for part in self.parts:
+            for phase in part.phases:
+                sums[part.place][_PHASE[phase]] += part.bytes
+        return sums
 
     @cached_property
     def unshared(self) -> int:
         """Device memory in bytes if no component could reuse what another has freed."""
-        return unshared(self.parts)
-
-    def _sums(self, place: str) -> tuple[int, ...]:
-        sums = [0] * len(PHASES)
-        for part in self.parts:
-            if part.place == place:
+        sizes: dict[str, dict[str, int]] = {}
+        for part in (*self.parts, *self.copies):
+            if part.place == "device":
+                by_phase = sizes.setdefault(part.component, {})
                 for phase in part.phases:
-                    sums[_PHASE[phase]] += part.bytes
-        return tuple(sums)
-
-
-def unshared(parts: Iterable[MemoryItem]) -> int:
-    """Return the device memory in bytes if no component could reuse what another has freed."""
-    sizes: dict[str, dict[str, int]] = {}
-    for part in parts:
-        if part.place == "device":
-            by_phase = sizes.setdefault(part.component, {})
-            for phase in part.phases:
-                by_phase[phase] = by_phase.get(phase, 0) + part.bytes
-    most = (max(by_phase.values()) for by_phase in sizes.values() if by_phase)
-    return sum(-(-size // PAGE) * PAGE for size in most)
-
-
-def verdict_without_allocator(
-    peak_bytes: int, unshared_bytes: int, driver: Interval, device_bytes: int
-) -> str | None:
-    """Return the verdict if it holds for any order of allocations; None otherwise."""
-    if peak_bytes + driver.low > device_bytes:
-        return "does not fit"
-    room = device_bytes - driver.high
-    if 2 * peak_bytes <= room or int(UNMODELLED * unshared_bytes) <= room:
-        return "fits"  # regardless of the allocator
-    return None
+                    by_phase[phase] = by_phase.get(phase, 0) + part.bytes
+        most = (max(by_phase.values()) for by_phase in sizes.values() if by_phase)
+        return sum(-(-size // PAGE) * PAGE for size in most)
 
 
 @dataclass(frozen=True)
@@ -106,14 +84,22 @@ class RankTimeline:
 
     rank: int
     """Global rank."""
-    inputs: Inputs
-    """The run as seen by this rank's pipeline stage."""
-    parts: tuple[MemoryItem, ...]
+    stage: int
+    """Pipeline stage of the rank."""
+    run: Inputs
+    states: Totals
+    batch: Totals
+    """What micro-batches need, whose components are not those of `states`."""
+
+    @cached_property
+    def inputs(self) -> Inputs:
+        """The run as seen by this rank's pipeline stage."""
+        return self.run.of_stage(self.stage)
 
     @property
-    def stage(self) -> int:
-        """Pipeline stage of the rank."""
-        return self.inputs.stage or 0
+    def parts(self) -> tuple[MemoryItem, ...]:
+        """All components of the rank's memory."""
+        return *self.states.parts, *self.batch.parts
 
     def phase(self, name: str, place: Place = "device") -> dict[str, int]:
         """Return the bytes of each component in a phase."""
@@ -125,17 +111,17 @@ class RankTimeline:
 
     def total(self, name: str, place: Place = "device") -> int:
         """Return the total bytes in a phase."""
-        return sum(self.phase(name, place).values())
+        return self.states.sums[place][_PHASE[name]] + self.batch.sums[place][_PHASE[name]]
 
-    @cached_property
+    @property
     def peak_phase(self) -> str:
         """The phase in which the device holds most."""
         return max(PHASES, key=self.total)
 
-    @property
+    @cached_property
     def peak(self) -> int:
         """Peak bytes of tensors on the device: torch's max_memory_allocated."""
-        return self.total(self.peak_phase)
+        return self.most("device")
 
     def cpu_phase(self, name: str) -> dict[str, int]:
         """Return the bytes of each component in a phase for a rank on the CPU, which keeps
@@ -161,7 +147,7 @@ class RankTimeline:
     @property
     def occupied(self) -> int:
         """Peak bytes in the memory that limits the rank: tensors on a GPU, everything on a CPU."""
-        return self.on_cpu if self.inputs.accelerator == "cpu" else self.peak
+        return self.on_cpu if self.run.accelerator == "cpu" else self.peak
 
     @cached_property
     def reserved(self) -> Interval:
@@ -170,26 +156,24 @@ class RankTimeline:
         The lower bound is what is allocated; the upper bound is a model of the allocator plus a
         small factor for kernel temporaries that are not counted.
         """
-        low = -(-self.peak // PAGE) * PAGE
-        model = reserved_bytes(self.inputs, self._with_copies, self.inputs.expandable)
-        return Interval(low, max(low, min(int(UNMODELLED * model), self._without_sharing)))
-
-    @cached_property
-    def _with_copies(self) -> tuple[MemoryItem, ...]:
-        return (*self.parts, attention_copies(self.inputs))
-
-    @cached_property
-    def _without_sharing(self) -> int:
-        """Upper bound on reserved bytes, for any order of allocations."""
-        return int(UNMODELLED * unshared(self._with_copies))
+        parts = *self.parts, *self.batch.copies
+        model = reserved_bytes(self.inputs, parts, self.inputs.expandable)
+        low, high = self._without_sharing
+        return Interval(low, max(low, min(int(UNMODELLED * model), high)))
 
     @property
+    def _without_sharing(self) -> Interval:
+        """Bounds on reserved bytes, for any order of allocations."""
+        low = -(-self.peak // PAGE) * PAGE
+        return Interval(low, int(UNMODELLED * (self.states.unshared + self.batch.unshared)))
+
+    @cached_property
     def driver(self) -> Interval:
         """Bytes that the driver reports in addition to those reserved."""
-        inputs = self.inputs
-        if inputs.accelerator == "cpu":
+        run = self.run
+        if run.accelerator == "cpu":
             return Interval(0, 0)
-        return driver_bytes(inputs.grid, inputs.gpu, inputs.zero.secondary_ranks)
+        return driver_bytes(run.grid, run.gpu, run.zero.secondary_ranks)
 
     @property
     def shown(self) -> Interval:
@@ -200,9 +184,19 @@ class RankTimeline:
         """Return an interval that contains `shown` and gives the same answer on whether it fits a
         device, without running the allocator model if possible.
         """
-        low = -(-self.peak // PAGE) * PAGE
-        loose = Interval(low, max(low, self._without_sharing)).plus(self.driver)
-        return loose if loose.high <= device_bytes else self.shown
+        return self.loose if self.loose.high <= device_bytes else self.shown
+
+    @property
+    def loose(self) -> Interval:
+        """An interval that contains `shown`, for any order of allocations."""
+        return self._without_sharing.plus(self.driver)
+
+    def verdict_by_bounds(self, device_bytes: int) -> str | None:
+        """Return the verdict if it holds for any order of allocations; None otherwise."""
+        if self.peak + self.driver.low > device_bytes:
+            return "does not fit"
+        within = 2 * self.peak + self.driver.high <= device_bytes
+        return "fits" if within or self.loose.high <= device_bytes else None
 
     def verdict(self, device_bytes: int) -> str:
         """Return "fits" if the upper end of `shown` fits, "tight" if only the lower end does, and
@@ -210,16 +204,16 @@ class RankTimeline:
 
         The allocator model runs only if it decides.
         """
-        if self.inputs.accelerator == "cpu":  # malloc reuses what it keeps
+        if self.run.accelerator == "cpu":  # malloc reuses what it keeps
             return "fits" if self.on_cpu <= device_bytes else "does not fit"
-        sizes = self.peak, unshared(self._with_copies), self.driver
-        if decided := verdict_without_allocator(*sizes, device_bytes):
+        if decided := self.verdict_by_bounds(device_bytes):
             return decided
         return "fits" if self.shown.high <= device_bytes else "tight"
 
     def most(self, place: Place) -> int:
         """Return the peak bytes in a place, over all phases."""
-        return max(self.total(name, place) for name in PHASES)
+        most: int = max(map(add, self.states.sums[place], self.batch.sums[place]))
+        return most
 
     def evidence(self, component: str) -> Evidence:
         """Return the weakest evidence for a component on the device."""
@@ -234,16 +228,14 @@ def weakest(evidence: Iterable[Evidence]) -> Evidence:
 def rank_timeline(inputs: Inputs, rank: int) -> RankTimeline:
     """Return the memory of global rank `rank`."""
     place, stage = inputs.grid.coords(rank), inputs.grid.coords(rank).pipeline
-    shard = place.data * inputs.grid.sequence + place.sequence
-    here = inputs.of_stage(stage)
-    parts = [*state_parts(inputs, stage, shard), *batch_parts(here)]
-    return RankTimeline(rank, here, (*parts, *pinned_rounding(here, parts)))
+    states = _states(inputs, stage, place.data * inputs.grid.sequence + place.sequence)
+    return RankTimeline(rank, stage, inputs, states, batch(inputs, stage))
 
 
-def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[MemoryItem]:
+def _states(inputs: Inputs, stage: int, shard: int) -> Totals:
     """Return the parts of one ZeRO shard that do not depend on micro-batches and activations."""
     here, divided = inputs.of_stage(stage), inputs.grid.tensor > 1 or inputs.grid.expert > 1
-    parts = (
+    parts = [
         *model_states(here, shard),
         *communication(here),
         dequantized_weight(here),
@@ -253,17 +245,27 @@ def state_parts(inputs: Inputs, stage: int, shard: int) -> Iterator[MemoryItem]:
         *nvme_buffers(here),
         *process(here),
         *saving(here),
-    )
-    return (part for part in parts if part.bytes)
+    ]
+    return Totals(tuple(part for part in (*parts, *pinned_rounding(here, parts)) if part.bytes))
 
 
-def batch_parts(
-    here: Inputs, layer_of: Callable[[Inputs, int], Layer] = layer_activations
-) -> Iterator[MemoryItem]:
-    """Yield the parts of micro-batches on a pipeline stage, which ZeRO does not affect."""
-    yield from pipeline(here)
-    yield from activations(here, layer_of)
-    yield from carried_states(here)
+def states_that_differ(inputs: Inputs, stage: int) -> list[tuple[int, Totals]]:
+    """Return ZeRO's shards of a pipeline stage with the most and the least memory; stages 1 and 2
+    keep gradients of whole parameters, so shards differ.
+    """
+    here, shards = inputs.of_stage(stage), [0]
+    if optimizer_class(here) == "DeepSpeedZeroOptimizer":
+        sizes = [sum(flat.whole[flat.index(n)] for flat in here.flats) for n in range(here.shards)]
+        by_size = sorted(range(here.shards), key=lambda rank: -sizes[rank])
+        shards = list(dict.fromkeys((by_size[0], by_size[-1])))
+    return [(shard, _states(inputs, stage, shard)) for shard in shards]
+
+
+def batch(inputs: Inputs, stage: int, once: Once = call) -> Totals:
+    """Return the parts of micro-batches on a pipeline stage, which ZeRO does not affect."""
+    here = inputs.of_stage(stage)
+    parts = [*pipeline(here), *activations(here, once), *carried_states(here)]
+    return Totals((*parts, *pinned_rounding(here, parts)), (attention_copies(here),))
 
 
 @dataclass(frozen=True)
@@ -308,7 +310,13 @@ class Estimate:
         most = [0] * self.inputs.grid.pipeline
         for rank in self.ranks:
             most[rank.stage] = max(most[rank.stage], size(rank))
-        return fullest_node(most, self.inputs.grid.world_size, self.inputs.gpus_per_node)
+        world_size, gpus_per_node = self.inputs.grid.world_size, self.inputs.gpus_per_node
+        apart = world_size // len(most)
+        if apart % gpus_per_node == 0:
+            return gpus_per_node * max(most)
+        sizes = [most[rank // apart] for rank in range(world_size)]
+        nodes = range(0, world_size, gpus_per_node)
+        return max(sum(sizes[first : first + gpus_per_node]) for first in nodes)
 
     @property
     def checkpoint_bytes(self) -> int:
@@ -408,41 +416,17 @@ def division_problems(inputs: Inputs) -> list[str]:
     return problems + [f"{KEYS['sequence']} is {grid.sequence}: {why}" for why in sequence]
 
 
-def fullest_node(by_stage: Sequence[int], world_size: int, gpus_per_node: int) -> int:
-    """Return the fullest node's bytes. `by_stage`: those of a rank; neighbours share nodes."""
-    apart = world_size // len(by_stage)
-    if apart % gpus_per_node == 0:
-        return gpus_per_node * max(by_stage)
-    sizes = [by_stage[rank // apart] for rank in range(world_size)]
-    nodes = range(0, world_size, gpus_per_node)
-    return max(sum(sizes[first : first + gpus_per_node]) for first in nodes)
-
-
-def estimate_memory(inputs: Inputs, device_bytes: int | None = None) -> Estimate:
+def estimate_memory(inputs: Inputs, device_bytes: int | None = None, once: Once = call) -> Estimate:
     """Return the timelines of the ranks that differ, for a run without `division_problems`."""
-    grid = inputs.grid
+    grid, ranks = inputs.grid, list[RankTimeline]()
     assert (grid.pipeline > 1) == (inputs.bounds is not None), "a split, and its stages"
-    ranks = tuple(
-        rank_timeline(inputs, grid.rank(Coords(stage, *divmod(shard, grid.sequence), 0)))
-        for stage in range(grid.pipeline)
-        for shard in shards_that_differ(inputs.of_stage(stage))
-    )
-    return Estimate(inputs, ranks, device_bytes)
-
-
-def shards_that_differ(inputs: Inputs) -> list[int]:
-    """Return ZeRO's shards with the most and the least memory; stages 1 and 2 keep gradients of
-    whole parameters, so shards differ.
-    """
-    if optimizer_class(inputs) != "DeepSpeedZeroOptimizer":
-        return [0]
-    flats = inputs.flats
-    sizes = [0] * inputs.shards
-    for flat in flats:
-        for rank in range(inputs.shards):
-            sizes[rank] += flat.whole[flat.index(rank)]
-    by_size = sorted(range(inputs.shards), key=lambda rank: -sizes[rank])
-    return list(dict.fromkeys((by_size[0], by_size[-1])))
+    for stage in range(grid.pipeline):
+        of_batch: Totals = once(batch, inputs, stage, once)
+        differing: list[tuple[int, Totals]] = once(states_that_differ, inputs, stage)
+        for shard, states in differing:
+            rank = grid.rank(Coords(stage, *divmod(shard, grid.sequence), 0))
+            ranks.append(RankTimeline(rank, stage, inputs, states, of_batch))
+    return Estimate(inputs, tuple(ranks), device_bytes)
 
 
 def _gib(size: float) -> float:

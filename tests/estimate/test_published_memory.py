@@ -14,7 +14,7 @@ from harness.estimate.activations import attention_copies
 from harness.estimate.hardware import GPUS
 from harness.estimate.memory_item import GIB, Interval, MemoryItem
 from harness.estimate.reserved import WHOLE_MODEL
-from harness.estimate.timeline import RankTimeline, estimate_memory
+from harness.estimate.timeline import RankTimeline, Totals, estimate_memory
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
@@ -111,7 +111,7 @@ def _as_published(row: dict[str, Any], rank: RankTimeline) -> RankTimeline:
         size = run.element_bytes * run.shape.vocab_size * run.tokens
         lives = frozenset({"loss", "backward_first", "backward_last"})
         parts.append(MemoryItem("logits kept by the caller", size, lives, "read"))
-    return RankTimeline(rank.rank, run, tuple(parts))
+    return replace(rank, states=Totals(tuple(parts)), batch=Totals((), rank.batch.copies))
 
 
 @pytest.fixture(scope="module")

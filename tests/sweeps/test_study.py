@@ -184,7 +184,7 @@ def test_a_budget_counts_the_steps_before_an_interruption_once(budget: int, tmp_
         started.append(choice)
         return Ranks([subprocess.Popen(["true"])], [folder / "log"], 0)
 
-    Queue(sweep, study, Budget(sweep, None), said.append, start, [1], 1).run()
+    Queue(sweep, study, said.append, start, [1]).run()
     assert len(started) == (budget == 200)
     assert ["used up" in line for line in said] == [True] * (budget == 199)
 
@@ -198,7 +198,7 @@ def test_a_trial_that_failed_without_a_run_names_rank_0_output(tmp_path: Path) -
             rank.write_text(f"of {rank.stem}\n")
         return Ranks([subprocess.Popen(["false"]) for _ in logs], logs, 0)
 
-    Queue(sweep, study, Budget(sweep, None), said.append, start, [0], 1).run()
+    Queue(sweep, study, said.append, start, [0]).run()
     assert study.records()[0].reason == "exit code 1: of rank-0"
     assert run_task(sweep, study, 0, said.append) == 0  # a job of Slurm that was started again
     assert said == ["trial 000 has ended before"]

@@ -103,7 +103,7 @@ def printed_error(counted: Counted) -> Error:
     """
     error, host = error_of(counted.layout), ERRORS["launches"]
     is_known = dict(counted.question.machine.rate_evidence).get("launch_scale") == "measured"
-    if is_known or counted.terms["launches"] <= LAUNCH_SHARE * counted.seconds:
+    if is_known or counted.time.terms["launches"] <= LAUNCH_SHARE * counted.seconds:
         return error
     fewest = min(error, host, key=lambda each: each.rows)
     return Error(max(error.half, host.half), max(error.nine, host.nine), fewest.rows)
@@ -201,8 +201,8 @@ def why_not(each: Counted, best: Counted | None) -> str:
         return "recommended"
     faster = best.seconds / each.seconds - 1
     if faster < -_EQUAL:
-        term = max(each.terms, key=lambda name: each.terms[name] - best.terms[name])
-        share = (each.terms[term] - best.terms[term]) / best.seconds
+        term = max(each.time.terms, key=lambda name: each.time.terms[name] - best.time.terms[name])
+        share = (each.time.terms[term] - best.time.terms[term]) / best.seconds
         return f"{-1 + each.seconds / best.seconds:.0%} slower: {TERMS[term]} {share:+.0%}"
     half = error_of(each.layout).half
     quicker = f"{faster:.1%} quicker on paper (error {half:.0%})" if faster > _EQUAL else "as quick"

@@ -3,58 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
-from operator import add
 from typing import Any
 
 from harness.config.run_config import RunConfig
 from harness.estimate.inputs import Inputs
-from harness.estimate.memory_item import GIB, PHASES, Interval
+from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.job import DAY, EvalAndSaveTime, Job
 from harness.estimate.step_time.machine import Machine
 from harness.estimate.step_time.step import StepTime
-from harness.estimate.timeline import (
-    PAGE,
-    UNMODELLED,
-    Estimate,
-    Totals,
-    estimate_memory,
-    verdict_without_allocator,
-)
+from harness.estimate.timeline import Estimate
 from harness.plan.duration import beside_of
 from tools.cluster.layouts import Layout, State
 
 TOKENS_PER_PARAMETER = 20
 """Tokens per parameter to train on if the job has no length (arXiv 2203.15556)."""
-
-
-@dataclass(frozen=True, eq=False)
-class Rank:
-    """The rank of a pipeline stage with the most memory, or the one with the least."""
-
-    stage: int
-    states: Totals
-    batch: Totals
-
-    @cached_property
-    def phases(self) -> tuple[int, ...]:
-        """Bytes in tensors on the device in each of PHASES."""
-        return tuple(map(add, self.states.device, self.batch.device))
-
-    @property
-    def peak(self) -> int:
-        """Largest number of bytes in tensors on the device."""
-        return max(self.phases)
-
-    def largest(self) -> tuple[str, int]:
-        """Return the largest component of the fullest phase and its bytes."""
-        phase = PHASES[self.phases.index(self.peak)]
-        sizes: dict[str, int] = {}
-        for part in (*self.states.parts, *self.batch.parts):
-            if part.place == "device" and phase in part.phases:
-                sizes[part.component] = sizes.get(part.component, 0) + part.bytes
-        return max(sizes.items(), key=lambda size: size[1])
 
 
 @dataclass(eq=False)
@@ -63,53 +27,36 @@ class Counted:
 
     layout: Layout
     question: Question
-    worst: Rank
-    driver: Interval
-    host_bytes_per_node: int
-    terms: dict[str, float]
-    """Seconds per step by key of TERMS."""
-    copies: int
-    """Bytes of copies that attention kernels may keep on the worst rank."""
+    memory: Estimate
+    time: StepTime
     fits: bool | None = field(init=False)
     """True if GPU and host can hold it; None if the allocator decides and was not simulated yet."""
 
     def __post_init__(self) -> None:
         self.fits = self.fits_by_bounds
 
-    @cached_property
+    @property
     def seconds(self) -> float:
         """Seconds per step."""
-        return sum(self.terms.values())
+        return self.time.seconds
 
-    @cached_property
+    @property
     def inputs(self) -> Inputs:
         """Inputs of the layout's estimates."""
-        return self.question.inputs(self.layout)
-
-    @cached_property
-    def memory(self) -> Estimate:
-        """Estimate with every phase of every distinct rank."""
-        return estimate_memory(self.inputs, self.question.device_bytes)
-
-    @cached_property
-    def time(self) -> StepTime:
-        """Step time with its terms."""
-        return StepTime(self.inputs, self.question.machine, self.terms)
+        return self.memory.inputs
 
     @cached_property
     def fits_by_bounds(self) -> bool | None:
         """True if it fits with any allocator, False if with none; None if the allocator decides."""
         if self.missing_host_bytes:
             return False
-        most = self.worst.states.unshared + self.worst.batch.unshared + self.copies
-        sizes = self.worst.peak, most, self.driver
-        verdict = verdict_without_allocator(*sizes, self.question.device_bytes)
+        verdict = self.memory.worst.verdict_by_bounds(self.question.device_bytes)
         return None if verdict is None else verdict == "fits"
 
     def decide(self) -> bool:
         """Return True if it fits. Simulates the allocator if the bounds do not decide."""
         if self.fits is None:
-            self.fits = self.memory.worst.verdict(self.question.device_bytes) == "fits"
+            self.fits = self.memory.verdict == "fits"
         return self.fits
 
     @cached_property
@@ -130,7 +77,7 @@ class Counted:
     @property
     def peak_bytes(self) -> int:
         """Minimum bytes that the fullest GPU needs."""
-        return self.worst.peak + self.driver.low
+        return self.memory.needed
 
     @property
     def missing_bytes(self) -> int:
@@ -143,7 +90,7 @@ class Counted:
     @property
     def missing_host_bytes(self) -> int:
         """Bytes by which it exceeds a node's host memory."""
-        return max(0, self.host_bytes_per_node - self.question.host_bytes)
+        return max(0, self.memory.host_bytes_per_node - self.question.host_bytes)
 
     def is_usable(self) -> bool:
         """Return True if train.py accepts it and it fits. Makes its plan; see `decide`."""
@@ -164,8 +111,10 @@ class Counted:
         if self.missing_host_bytes:
             return f"{self.missing_host_bytes / GIB:.0f} GiB too much for the host memory of a node"
         if self.fits is False:
-            place = f" on stage {self.worst.stage}" if self.layout.pipeline > 1 else ""
-            name, size = self.worst.largest()
+            worst = self.memory.worst
+            place = f" on stage {worst.stage}" if self.layout.pipeline > 1 else ""
+            sizes = worst.phase(worst.peak_phase)
+            name, size = max(sizes.items(), key=lambda size: size[1])
             return (
                 f"{max(self.missing_bytes, 2**20) / GIB:.1f} GiB too much{place}: "
                 f"{size / GIB:.1f} of {name}"
@@ -187,7 +136,7 @@ class Counted:
             "fits": bool(self.fits),
             "decided": self.fits is not None,
             "peak_gib": [round(low / GIB, 3), round(high / GIB, 3)],
-            "host_gib": round(self.host_bytes_per_node / GIB, 3),
+            "host_gib": round(self.memory.host_bytes_per_node / GIB, 3),
             **self.time.to_json(),
             "gpu_hours": round(job.gpu_hours, 1),
             "evaluation_s": round(beside.evaluating, 1),
@@ -203,10 +152,7 @@ class Counted:
             return self.peak_bytes, self.peak_bytes
         if self.fits is not None and self.fits_by_bounds is None:
             return self.memory.worst.shown_within(self.question.device_bytes)
-        most = self.worst.states.unshared + self.worst.batch.unshared + self.copies
-        low = -(-self.worst.peak // PAGE) * PAGE
-        high = max(low, int(UNMODELLED * most))
-        return low + self.driver.low, high + self.driver.high
+        return self.memory.worst.loose
 
 
 @dataclass(frozen=True)
@@ -240,14 +186,14 @@ class Question:
 
     def inputs(self, layout: Layout) -> Inputs:
         """Return the inputs of a layout's estimates, with what train.py chooses (plan/speed.py)."""
-        inputs, model = self.base[layout.state], self.run.model
+        base, model = self.base[layout.state], self.run.model
+        liger, compiled = base.liger, base.compiled
         if model.kernels == "auto":
-            inputs = replace(inputs, liger=inputs.liger and layout.takes_liger)
+            liger &= layout.takes_liger
         if model.compile == "auto":
-            compiles = self.compiles and layout.can_compile and not inputs.liger
-            compiles &= not (inputs.dropout and layout.tensor > 1)
-            inputs = replace(inputs, compiled=compiles)
-        return layout.inputs(inputs, self.gpus, self.global_batch)
+            compiled = self.compiles and layout.can_compile and not liger
+            compiled &= not (base.dropout and layout.tensor > 1)
+        return layout.inputs(base, self.gpus, self.global_batch, liger, compiled)
 
     def job(self, counted: Counted) -> Job:
         """Return the whole job with a layout."""

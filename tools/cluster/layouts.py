@@ -113,7 +113,9 @@ class Layout:
         values = {key: getattr(self, name) for name, key in KEYS.items()}
         return {key: value for key, value in values.items() if value not in _USUAL.get(key, ())}
 
-    def inputs(self, base: Inputs, gpus: int, global_batch: int) -> Inputs:
+    def inputs(
+        self, base: Inputs, gpus: int, global_batch: int, liger: bool, compiled: bool
+    ) -> Inputs:
         """Return the inputs of its estimates; `base` has the same ZeRO stage and offload."""
         grid = Grid(gpus, self.pipeline, self.tensor, self.sequence, self.expert)
         tokens, is_reversible = base.seq_len // self.sequence, self.checkpointing == REVERSIBLE
@@ -121,6 +123,8 @@ class Layout:
         return replace(
             base,
             grid=grid,
+            liger=liger,
+            compiled=compiled,
             micro_batch=self.micro_batch,
             grad_accum=global_batch // grid.data // self.micro_batch,
             checkpointing=self.checkpointing,

@@ -10,7 +10,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -47,25 +48,21 @@ class Running:
     """A trial and its processes."""
 
     def __init__(
-        self, trial: OpenTrial, cost: Cost, folder: RunFolder, metric: str,
-        start: Callable[[], Ranks], requeues: bool,
-    ) -> None:  # fmt: skip
+        self, sweep: Sweep, trial: OpenTrial, cost: Cost, start: Callable[[], Ranks], in_slurm: bool
+    ) -> None:
         """Wait until a killed sweep's processes have ended, then start the trial. Raises
         ConfigError if they do not end.
-
-        `requeues`: an exit code of 0 without a result means that Slurm will start it again.
         """
-        self.trial, self.cost, self._requeues = trial, cost, requeues
-        self.step = trial.used_before.steps
+        self.trial, self.cost, self._in_slurm = trial, cost, in_slurm
+        self.step, self._tokens = trial.used_before.steps, trial.used_before.tokens
         self.value = math.inf  # the metric when it was last evaluated
-        self._folder, self._metric = folder, metric
-        self._read, self._tokens = 0, trial.used_before.tokens
-        self._began = time.monotonic()
+        self._metric, self._folder = sweep.settings.metric, RunFolder(sweep.folder_of(trial.number))
         self._why_stopped, self._is_interrupted = "", False
-        _wait_until_free(folder)
-        folder.path.mkdir(parents=True, exist_ok=True)
-        (folder.path / PRUNED).unlink(missing_ok=True)
-        self._attempt_before = read_status(folder).get("attempt", 0)
+        self._began, self._read = time.monotonic(), 0
+        _wait_until_free(self._folder.path / "lock")
+        self._folder.path.mkdir(parents=True, exist_ok=True)
+        (self._folder.path / PRUNED).unlink(missing_ok=True)
+        self._attempt_before = read_status(self._folder).get("attempt", 0)
         self.ranks = start()
 
     @property
@@ -120,7 +117,7 @@ class Running:
             self.trial.end("done", self.used, message, math.inf)
         elif self._why_stopped:
             self.trial.end("pruned", self.used, self._why_stopped)
-        elif self._is_interrupted or (self._requeues and code == 0):
+        elif self._is_interrupted or (self._in_slurm and code == 0):  # it is requeued
             self.trial.note(self.used)
         else:
             reason = f"exit code {code}: {message or self._last_lines()}"
@@ -133,44 +130,31 @@ class Running:
             return ""
         return " ".join([line.strip() for line in lines if line.strip()][-_LOG_LINES:])
 
-    def _new_lines(self) -> list[dict[str, Any]]:
-        """Return the whole lines of metrics.jsonl that have not been read yet."""
-        path = self._folder.metrics_path
-        try:
-            if path.stat().st_size <= self._read:
-                return []
-            with path.open("rb") as file:
-                file.seek(self._read)
-                text = file.read()
-        except FileNotFoundError:
-            return []
-        whole = text[: text.rfind(b"\n") + 1]
-        self._read += len(whole)
-        lines = []
-        for line in whole.splitlines():
-            try:
-                record = json.loads(line)
-            except ValueError:
-                continue
-            if isinstance(record, dict) and isinstance(record.get("step"), int):
-                lines.append(record)
-        return lines
+    def _new_lines(self) -> Iterator[dict[str, Any]]:
+        """Yield the whole lines of metrics.jsonl that have not been read yet."""
+        with suppress(FileNotFoundError), self._folder.metrics_path.open("rb") as file:
+            file.seek(self._read)
+            while (text := file.readline()).endswith(b"\n"):
+                self._read += len(text)
+                with suppress(ValueError):
+                    line = json.loads(text)
+                    if isinstance(line, dict) and isinstance(line.get("step"), int):
+                        yield line
 
 
-def _wait_until_free(folder: RunFolder) -> None:
+def _wait_until_free(lock: Path) -> None:
     """Wait until the ranks of a killed sweep have saved and ended. Raises ConfigError if they take
     too long.
     """
-    path, deadline = folder.path / "lock", time.monotonic() + _BUSY_S
-    while path.exists():
+    deadline = time.monotonic() + _BUSY_S
+    while lock.exists():
         try:
-            release(take_lock(path)[0])
+            return release(take_lock(lock)[0])
         except ConfigError:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.2)
-        else:
-            return
+    return None
 
 
 class Queue:
@@ -178,13 +162,17 @@ class Queue:
     set.
     """
 
+    # Not by study.optimize, which asks for any waiting trial from a thread for each that runs: a
+    # task of Slurm has a number, an interrupted trial goes on later, the budget decides before a
+    # trial starts, and the kernel tells ranks of the end of the thread that started them.
     def __init__(
-        self, sweep: Sweep, study: Study, budget: Budget, say: Say, start: Start,
-        numbers: Sequence[int], lanes: int, in_slurm: bool = False,
+        self, sweep: Sweep, study: Study, say: Say, start: Start, numbers: Sequence[int],
+        in_slurm: bool = False,
     ) -> None:  # fmt: skip
         self._in_slurm, self._poll_s = in_slurm, _TASK_POLL_S if in_slurm else _POLL_S
-        self._sweep, self._study, self._budget, self._say = sweep, study, budget, say
-        self._start, self._left, self._lanes = start, [*numbers], range(lanes)
+        self._sweep, self._study, self._say, self._start = sweep, study, say, start
+        self._budget = Budget(sweep, slurm_world(sweep) if in_slurm else None)
+        self._left = [*numbers]
         self._running: dict[int, Running] = {}  # by lane, which has GPUs of its own
         self.is_stopped = False  # set it to stop: trials save and end
 
@@ -222,35 +210,29 @@ class Queue:
                 running.trial.note(running.used)
 
     def _must_stop(self) -> bool:
-        if self.is_stopped:
-            return True
-        over = self._budget.is_over(self._study.records(), self._used)
-        if over and (self._running or self._left):
+        return self.is_stopped or (bool(self._running or self._left) and self._is_over())
+
+    def _is_over(self, following: OpenTrial | None = None) -> bool:
+        """Return True, and say why, if the budget does not allow more, or the `following` trial."""
+        used = {running.trial.number: running.used for running in self._running.values()}
+        of_next = (following.choice, following.used_before) if following else ()
+        over = self._budget.is_over(self._study.records(), used, *of_next)
+        if over:
             self._say(over)
         return over is not None
 
-    @property
-    def _used(self) -> dict[int, Used]:
-        return {running.trial.number: running.used for running in self._running.values()}
-
     def _start_more(self) -> None:
-        while self._left and (free := [n for n in self._lanes if n not in self._running]):
-            number, lane = self._left[0], free[0]
-            trial = self._study.take(number)
-            over = self._budget.is_over(
-                self._study.records(), self._used, trial.choice, trial.used_before
-            )
-            if over:
-                self._study.put_back(number)
-                self._say(over)
+        lanes = range(self._sweep.settings.parallel)
+        while self._left and (free := [n for n in lanes if n not in self._running]):
+            trial = self._study.take(self._left[0])
+            if self._is_over(trial):
+                self._study.put_back(trial.number)
                 self._left = []
                 return
             del self._left[0]
-            path, cost = self._sweep.folder_of(number), self._budget.cost(trial.choice)
-            start = partial(self._start, trial.choice, path, lane)
-            metric = self._sweep.settings.metric
-            run = RunFolder(path)
-            self._running[lane] = Running(trial, cost, run, metric, start, self._in_slurm)
+            folder, cost = self._sweep.folder_of(trial.number), self._budget.cost(trial.choice)
+            start = partial(self._start, trial.choice, folder, free[0])
+            self._running[free[0]] = Running(self._sweep, trial, cost, start, self._in_slurm)
 
 
 # --- on this machine ---
@@ -268,7 +250,7 @@ def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
         return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, signal.SIGUSR1)
 
     left = [record.number for record in study.records() if not record.has_ended]
-    return Queue(sweep, study, Budget(sweep, None), say, start, left, parallel)
+    return Queue(sweep, study, say, start, left)
 
 
 def _lane_environment(ranks: int, parallel: int, lane: int) -> dict[str, str | None]:
@@ -295,8 +277,7 @@ def run_task(sweep: Sweep, study: Study, number: int, say: Say) -> int:
         # In this process's session, by which Slurm knows the job's processes.
         return Ranks([subprocess.Popen(["bash", str(script), *words])], [sweep.folder / log], 0)
 
-    budget = Budget(sweep, slurm_world(sweep))
-    queue = Queue(sweep, study, budget, say, start, [number], 1, in_slurm=True)
+    queue = Queue(sweep, study, say, start, [number], in_slurm=True)
 
     def stop(signal_number: int, frame: FrameType | None) -> None:
         queue.is_stopped = True

@@ -4,13 +4,14 @@ seconds = micro-batches x (forward + backward + again + copies + exchanges) + fi
           + reduction of gradients + optimizer + gathering of weights
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from harness.estimate.activations import offloaded_bytes
 from harness.estimate.inputs import Inputs
+from harness.estimate.memory_item import Once, call
 from harness.estimate.states import master_bytes, moment_bytes, optimizer_class
 from harness.estimate.step_time.exchanges import (
     OVERLAPPED,
@@ -197,11 +198,11 @@ class StepTime:
         }
 
 
-def estimate_time(inputs: Inputs, machine: Machine) -> StepTime:
+def estimate_time(inputs: Inputs, machine: Machine, once: Once = call) -> StepTime:
     """Return the time of a run's step on such machines."""
     stages = [
-        (computed(stage, machine), synchronised(stage, machine))
-        for stage in map(inputs.of_stage, range(inputs.grid.pipeline))
+        (once(computed, inputs, stage, machine, once), once(synchronised, inputs, stage, machine))
+        for stage in range(inputs.grid.pipeline)
     ]
     terms = step_terms(stages, inputs.grad_accum, inputs.zero.overlap_comm, machine)
     return StepTime(inputs, machine, terms)
@@ -242,16 +243,10 @@ class Synchronised:
     NoGatherHandle.wait)."""
 
 
-def computed(
-    inputs: Inputs,
-    machine: Machine,
-    passes_of: Callable[[Inputs, int, Machine], Passes] = layer_passes,
-) -> Computed:
-    """Return the seconds of a micro-batch on the pipeline stage of `inputs`.
-
-    `passes_of` lets planners cache layers that many runs share.
-    """
-    passes, repeated = _passes(inputs, machine, passes_of)
+def computed(run: Inputs, stage: int, machine: Machine, once: Once) -> Computed:
+    """Return the seconds of a micro-batch on a pipeline stage."""
+    inputs = run.of_stage(stage)
+    passes, repeated = _passes(inputs, machine, once)
     layers = inputs.shape.num_layers
     exchanged = exchanges(inputs, machine, repeated / layers if layers else 0.0)
     places = range(inputs.first_layer, inputs.first_layer + layers)
@@ -285,9 +280,9 @@ def _accumulated(inputs: Inputs, machine: Machine) -> tuple[float, float]:
     return elements * first / machine.memory_rate, elements * other / machine.memory_rate
 
 
-def synchronised(inputs: Inputs, machine: Machine) -> Synchronised:
-    """Return the seconds of ZeRO and the optimizer on the pipeline stage of `inputs`."""
-    hooks = 0.0, 0.0, 0.0
+def synchronised(run: Inputs, stage: int, machine: Machine) -> Synchronised:
+    """Return the seconds of ZeRO and the optimizer on a pipeline stage."""
+    inputs, hooks = run.of_stage(stage), (0.0, 0.0, 0.0)
     if inputs.zero.stage == 3 and machine.is_asynchronous:
         layers = inputs.shape.num_layers * machine.launch_scale
         forward, backward = HOOK_SECONDS[inputs.gathers_layers]
@@ -367,13 +362,11 @@ def _not_hidden(
     )
 
 
-def _passes(
-    inputs: Inputs, machine: Machine, passes_of: Callable[[Inputs, int, Machine], Passes]
-) -> tuple[Passes, int]:
+def _passes(inputs: Inputs, machine: Machine, once: Once) -> tuple[Passes, int]:
     """Return the seconds of a stage's layers and head, and the number of recomputed layers."""
     way, total, repeated = inputs.checkpointing, Passes(Seconds(), Seconds()), 0
     for layers in inputs.layers_alike:
-        passes, count = passes_of(inputs, layers[0], machine), len(layers)
+        passes, count = once(layer_passes, inputs, layers[0], machine), len(layers)
         layer = inputs.first_layer + layers[0]
         again = Seconds()
         if runs_again(way, layer):
