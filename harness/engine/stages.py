@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batch import Batch
+from harness.engine.api import Engine
 from harness.engine.deepspeed_0_19.pipe_module import Tied
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import raising_together
@@ -31,7 +32,7 @@ from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import layers_per_stage
 from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import Cut, materialize
-from harness.models.loss import forward
+from harness.models.loss import LossSetup, forward
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
 from harness.models.stage import Stage, reduce_to_stage
@@ -113,18 +114,16 @@ def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
 
 
 def unsplit_loss_and_norm(
-    plan: Plan,
-    empty: PreTrainedModel,
-    device: torch.device,
-    batches: Sequence[Batch],
-    targets: int,
-    loss_scale: float,
+    engine: Engine, empty: PreTrainedModel, batches: Sequence[Batch], targets: int
 ) -> tuple[float, float | None]:
-    """Return the loss in nats and the gradient norm of a global batch before the first step,
-    without randomness. The norm is None for a model whose training steps are random.
+    """Return the loss in nats and the gradient norm of a global batch before the first step of
+    `engine`, by its undivided model `empty` and without randomness. The norm is None for a model
+    whose training steps are random.
 
     Layers are recomputed and gradients summed in fp32: this takes about `bytes_needed` bytes.
     """
+    plan, device = engine.plan, engine.device
+    setup = LossSetup(gets_padding=engine.setup.gets_padding)
     reads = plan.config.model.init_from is not None
     if not reads or config_of_files(plan, empty) is not None:
         model = copy.deepcopy(empty)
@@ -133,7 +132,6 @@ def unsplit_loss_and_norm(
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
         model = nn.Module.to(model, device)
-        model.gets_padding = getattr(empty, "gets_padding", False)  # type: ignore[assignment]
     compares_norm = not (is_random(model) or plan.config.model.stochastic_depth)
     model.train(compares_norm)
     if plan.checkpointing == REVERSIBLE:
@@ -148,20 +146,20 @@ def unsplit_loss_and_norm(
         smoothing = plan.config.train.label_smoothing
         if smoothing or not compares_norm:  # the loss is compared with that of an evaluation
             with torch.no_grad():
-                token_loss, _ = forward(model, *batch.on(device), keywords=keywords)
+                token_loss, _ = forward(model, *batch.on(device), setup, keywords=keywords)
             loss += token_loss / max(targets, 1)
         if not compares_norm:
             continue
-        token_loss, auxiliary = forward(model, *batch.on(device), smoothing, keywords=keywords)
+        token_loss, auxiliary = forward(model, *batch.on(device), setup, smoothing, keywords)
         share = token_loss / max(targets, 1)
         if not smoothing:
             loss += share.detach()
         if auxiliary is not None:
             share = share + auxiliary / len(batches)
-        (share * loss_scale).backward()
+        (share * engine.loss_scale).backward()
         for parameter, total in sums.items():
             if parameter.grad is not None:
-                total += parameter.grad.float() / loss_scale
+                total += parameter.grad.float() / engine.loss_scale
             parameter.grad = None
     if not compares_norm:
         return float(loss), None

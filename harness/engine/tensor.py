@@ -6,7 +6,7 @@ is sliced or an input or output must be exchanged (layout/tensor.py defines the 
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,24 @@ from harness.models.token_losses import Vocabulary
 Forward = Callable[..., torch.Tensor]
 
 
+class Divided(NamedTuple):
+    """What the ranks of a divided model share."""
+
+    residuals: Residuals
+    vocabulary: Vocabulary | None
+    """None if every rank has all logits."""
+    sharing_a_head: dist.ProcessGroup | None
+    """The ranks that have the same key head; None if each has its own."""
+
+
 def divide_forward(
     model: PreTrainedModel,
     plan: TensorPlan,
     share: Share,
     group: dist.ProcessGroup,
     divides_residuals: bool = False,
-) -> Residuals:
-    """Make a model with this rank's slices compute the full model's outputs, and return how its
-    modules exchange hidden states.
+) -> Divided:
+    """Make a model with this rank's slices compute the full model's outputs.
 
     Collective: ranks that share a key head create groups.
     """
@@ -53,8 +62,7 @@ def divide_forward(
     for name in entrances:
         stream = residuals if residuals.is_in_layer(name) else whole
         named[name].register_forward_pre_hook(_entering(stream), with_kwargs=True)
-    sharing: Any = _sharing_a_head(share, plan.kv_copies(places))
-    model.sharing_a_head = sharing
+    sharing = _sharing_a_head(share, plan.kv_copies(places))
     for name, style in how.items():
         module, owner_name = named[name], name.rpartition(".")[0]
         owner: Any = named[owner_name]
@@ -87,11 +95,11 @@ def divide_forward(
             _sum_gradients(module, sharing)
     if plan.divides_attention:
         draw_by_place(model, group.rank())
+    vocabulary = None
     if plan.divides_vocabulary(places):
         size = plan.vocab_size // places
-        part: Any = Vocabulary(group.rank() * size, size, plan.vocab_size, group)
-        model.vocabulary = part
-    return residuals
+        vocabulary = Vocabulary(group.rank() * size, size, plan.vocab_size, group)
+    return Divided(residuals, vocabulary, sharing)
 
 
 def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:

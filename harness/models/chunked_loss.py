@@ -150,9 +150,17 @@ class ChunkedLoss:
     engine: the engine's hooks on the head must see the loss first.
     """
 
-    def __init__(self, model: PreTrainedModel, chunk: int, operations: Operations) -> None:
-        """`chunk`: vocabulary entries per chunk. `operations`: see `operations_on_logits`."""
-        self._model, self._chunk, self._operations = model, chunk, operations
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        chunk: int,
+        operations: Operations,
+        part: Vocabulary | None = None,
+    ) -> None:
+        """`chunk`: vocabulary entries per chunk. `operations`: see `operations_on_logits`. `part`:
+        this rank's shard of a sharded vocabulary.
+        """
+        self._model, self._chunk, self._operations, self._part = model, chunk, operations, part
         self._labels: torch.Tensor | None = None
         self._smoothing = 0.0
         self._loss: torch.Tensor | None = None
@@ -189,10 +197,9 @@ class ChunkedLoss:
         if self._labels is None:
             return self._logits(hidden)
         head: Any = self._model.get_output_embeddings()
-        part: Vocabulary | None = getattr(self._model, "vocabulary", None)
-        if part is not None:
-            hidden = copied(hidden, part.group)
-        how = _How(self._chunk, self._operations, self._smoothing, part)
+        if self._part is not None:
+            hidden = copied(hidden, self._part.group)
+        how = _How(self._chunk, self._operations, self._smoothing, self._part)
         flat = hidden.reshape(-1, hidden.shape[-1])
         arguments = (flat, head.weight, head.bias, self._labels.reshape(-1), how)
         loss: torch.Tensor = _HeadAndLoss.apply(*arguments)  # type: ignore[no-untyped-call]
