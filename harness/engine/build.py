@@ -87,7 +87,7 @@ def build_engine(
     if operations is not None and hasattr(model.get_output_embeddings(), "base_layer"):
         operations, notes = None, _not_chunked("an adapter is on the head")
     change_layers(plan, model, empty if stage else None)
-    if module.divided is not None:
+    if module.divided.residuals is not None:
         module.divided.residuals.divide()
     note_copies(model, plan.share)
     groups = _parameter_groups(plan, parameters, model)
@@ -104,13 +104,12 @@ def build_engine(
         start_gradients_at_leaves(model)
     for parameter, values in constants.items():
         parameter.data = values
-    vocabulary = None if module.divided is None else module.divided.vocabulary
     chunked = None
     if operations is not None and (stage is None or stage.leave is None):
-        chunked = ChunkedLoss(model, plan.loss_chunk, operations, vocabulary)
+        chunked = ChunkedLoss(model, plan.loss_chunk, operations)
     rows = None if module.row_group is None else DividedRows(model, module.row_group)
     fuses_loss = plan.config.model.kernels == "liger"
-    setup = LossSetup(vocabulary, chunked, fuses_loss, padded, rows)
+    setup = LossSetup(module.divided.vocabulary, chunked, fuses_loss, padded, rows)
     events = [*module.events, *settings, *notes]
     made = _made_groups(plan, engine, module)
     if stage is None:
@@ -136,7 +135,7 @@ class _Module:
     unit: ModelParallelUnit | None
     experts: Experts | None
     row_group: dist.ProcessGroup | None
-    divided: Divided | None
+    divided: Divided
 
 
 def _build_module(
@@ -165,7 +164,7 @@ def _build_module(
         tensor_group = wrapped.tensor_group if grid.tensor > 1 else None
     if experts is not None:  # first: the tensor-parallel wrapper sums its output
         experts.dispatch(model, device)
-    divided = None
+    divided = Divided()
     if tensor_group is not None:
         styles = TensorPlan.of(plan.model_config)
         divided = divide_forward(model, styles, share, tensor_group, plan.divides_residuals)
@@ -176,7 +175,7 @@ def _made_groups(plan: Plan, engine: Any, module: _Module) -> list[dist.ProcessG
     """Return the groups that were created for this rank. Create those of a tensor-parallel stage
     that DeepSpeed does not create. Collective.
     """
-    made = [] if module.divided is None else [module.divided.sharing_a_head]
+    made = [module.divided.sharing_a_head]
     if module.stage is not None:
         made += internals.made_groups(engine)
         purposes: tuple[Purpose, ...] = ("loss", "stage") if plan.grid.tensor > 1 else ()

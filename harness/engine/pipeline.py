@@ -60,13 +60,11 @@ class PipelineEngine(ZeroEngine):
         total = torch.zeros((), device=self.device)
         labels, data_ranks = self._labels(batches), self.share.data_ranks
         sources = (batch.sources_on(self.device) for batch in batches)
-        smoothing = self.plan.config.train.label_smoothing
+        model, smoothing = self.stage.model, self.plan.config.train.label_smoothing
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             with recording(self.source_sums, next(sources)):
-                token_loss, auxiliary = losses(
-                    self.stage.model, run, next(labels), self.setup, smoothing
-                )
+                token_loss, auxiliary = losses(model, run, next(labels), self.setup, smoothing)
             share = token_loss / max(targets, 1)
             total.add_(share.detach())
             if auxiliary is not None:
@@ -99,14 +97,14 @@ class PipelineEngine(ZeroEngine):
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits = torch.empty(self._vocab_size, device=self.device)
+        vocab_size, _ = self._whole.get_output_embeddings().weight.shape
+        logits = torch.empty(vocab_size, device=self.device)
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             last = run().logits[0, -1]
             if self.setup.vocabulary is not None:
                 last = self.setup.vocabulary.all_logits(last)
-            logits.copy_(last)
-            return logits
+            return logits.copy_(last)
 
         self.engine.module.eval()
         schedule = internals.inference_schedule(self.engine, 1)
@@ -121,10 +119,6 @@ class PipelineEngine(ZeroEngine):
     @property
     def _own_module(self) -> nn.Module:
         return self.stage.model
-
-    @property
-    def _vocab_size(self) -> int:
-        return int(self._whole.get_output_embeddings().weight.shape[0])
 
     def _run(self, schedule: Any, batches: list[Batch], finish: Any) -> None:
         # DeepSpeed negotiates only once how many tensors of which shapes the stages send.

@@ -5,6 +5,7 @@ Also computes the undivided model's loss and gradient norm, to compare the first
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -58,44 +59,31 @@ def build_stage(
         flow = trace_flow(empty)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; use ZeRO 3 instead of stages") from error
-    if plan.config.model.init_from is not None and not blank:
-        check_files(plan, empty)
-    with raising_together(where):  # a problem may concern one stage only
-        stage, events = _built(plan, empty, flow, device, trust_remote_code, blank, cut)
-    return stage, _tied(plan, stage.model, flow), events
-
-
-def _built(
-    plan: Plan,
-    empty: PreTrainedModel,
-    flow: Flow,
-    device: torch.device,
-    trust_remote_code: bool,
-    blank: bool,
-    cut: Cut | None,
-) -> tuple[Stage, list[dict[str, Any]]]:
-    assert plan.stages is not None
-    counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
-    first_layer = sum(counts[: place.pipeline])
-    end_layer = first_layer + counts[place.pipeline]
     reads = plan.config.model.init_from is not None and not blank
+    if reads:
+        check_files(plan, empty)
+    assert plan.stages is not None
+    counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank).pipeline
+    first_layer, end_layer = sum(counts[:place]), sum(counts[: place + 1])
+    reduce = partial(reduce_to_stage, flow=flow, first_layer=first_layer, end_layer=end_layer)
     copies = {name for _, name in flow.tied}  # in no file; broadcast by the first stage
-    if reads and cut is None and config_of_files(plan, empty) is None:
-        reduced = reduced_class(
-            type(empty), lambda model: reduce_to_stage(model, flow, first_layer, end_layer)
-        )
-        model, report = read_weights(reduced, plan, empty, trust_remote_code)
-        events = check_report(
-            plan,
-            set(report["missing_keys"]) - copies,
-            set(report["unexpected_keys"]) - used_elsewhere(empty),
-        )
-        return Stage(nn.Module.to(model, device)), events
-    model = empty_model(plan, trust_remote_code)
-    reduce_to_stage(model, flow, first_layer, end_layer)
-    reader = PieceReader(plan, empty, trust_remote_code, copies) if reads else None
-    materialize_share(model, plan, device, blank, cut, reader)
-    return Stage(model), reader.events() if reader else []
+    with raising_together(where):  # a problem may concern one stage only
+        if reads and cut is None and config_of_files(plan, empty) is None:
+            reduced = reduced_class(type(empty), reduce)
+            model, report = read_weights(reduced, plan, empty, trust_remote_code)
+            events = check_report(
+                plan,
+                set(report["missing_keys"]) - copies,
+                set(report["unexpected_keys"]) - used_elsewhere(empty),
+            )
+            model = nn.Module.to(model, device)
+        else:
+            reduce(model := empty_model(plan, trust_remote_code))
+            reader = PieceReader(plan, empty, trust_remote_code, copies) if reads else None
+            materialize_share(model, plan, device, blank, cut, reader)
+            events = reader.events() if reader else []
+        stage = Stage(model)
+    return stage, _tied(plan, model, flow), events
 
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:

@@ -26,13 +26,12 @@ Forward = Callable[..., torch.Tensor]
 
 
 class Divided(NamedTuple):
-    """What the ranks of a divided model share."""
+    """What the tensor-parallel ranks of a model divide, or else have in common."""
 
-    residuals: Residuals
-    vocabulary: Vocabulary | None
-    """None if every rank has all logits."""
-    sharing_a_head: dist.ProcessGroup | None
-    """The ranks that have the same key head; None if each has its own."""
+    residuals: Residuals | None = None
+    vocabulary: Vocabulary | None = None
+    sharing_a_head: dist.ProcessGroup | None = None
+    """The ranks that have the same key head, if there are fewer heads than ranks."""
 
 
 def divide_forward(
@@ -64,19 +63,20 @@ def divide_forward(
         named[name].register_forward_pre_hook(_entering(stream), with_kwargs=True)
     sharing = _sharing_a_head(share, plan.kv_copies(places))
     for name, style in how.items():
-        module, owner_name = named[name], name.rpartition(".")[0]
+        owner_name = name.rpartition(".")[0]
+        module: Any = named[name]
         owner: Any = named[owner_name]
         stream = residuals if residuals.is_in_layer(name) else whole
         if style in (*styles.COLUMNS, styles.HEAD):
-            _set(module, _column(module, stream, enters=owner_name not in entrances))
+            module.forward = _column(module, stream, enters=owner_name not in entrances)
         elif style == styles.GATHERED:
-            _set(module, _column(module, stream, gathers=True))
+            module.forward = _column(module, stream, gathers=True)
         elif style in styles.ROWS:
-            _set(module, _row(module, stream, splits=style == styles.SPLIT))
+            module.forward = _row(module, stream, splits=style == styles.SPLIT)
         elif style == styles.EMBEDDING:
-            _set(module, _embedding(module, group))
+            module.forward = _embedding(module, group)
         elif style == styles.EXPERTS:
-            _set(module, _experts(module, group))
+            module.forward = _experts(module, group)
         elif style == styles.SUMMED:
             _sum_gradients(module, group)
         if style == "fused_qkv":
@@ -128,10 +128,6 @@ def _sharing_a_head(share: Share, copies: int) -> dist.ProcessGroup | None:
             if share.rank in sharing:
                 mine = group
     return mine
-
-
-def _set(module: nn.Module, forward: Forward) -> None:
-    module.forward = forward
 
 
 def _entering(stream: Residuals) -> Callable[..., Any]:

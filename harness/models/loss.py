@@ -83,7 +83,7 @@ def losses(
     mixture of experts, already multiplied by the model's coefficient (None for dense models).
     """
     chunked = setup.chunked
-    with contextlib.nullcontext() if chunked is None else chunked.of(labels, smoothing):
+    with chunked.of(labels, smoothing, setup.vocabulary) if chunked else contextlib.nullcontext():
         outputs = run()
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:

@@ -8,6 +8,7 @@ whole rows. They reach attention as a keyword of the model, which gradient check
 import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,10 +76,9 @@ class DividedRows:
         rows = Rows(self.group, self._config, masks, positions)
         return {"position_ids": self.own(places), _KEYWORD: rows}
 
-    @contextlib.contextmanager
-    def balancing(self, counted: torch.Tensor | None) -> Iterator[None]:
-        """Within this context, a mixture balances its experts over whole rows: every rank computes
-        the same loss, but only the gradient of its own tokens' routers.
+    def balancing(self, counted: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Return a context in which a mixture balances its experts over whole rows: every rank
+        computes the same loss, but only the gradient of its own tokens' routers.
 
         counted (micro_batch, seq_len), whole rows: False for padding. None: all tokens count.
         """
@@ -89,8 +89,7 @@ class DividedRows:
         def over_all_tokens(routers: Any) -> Any:
             return tuple(joined(own, 0, self.group) for own in routers or ())
 
-        with balancing_of(self._model, counted, over_all_tokens):
-            yield
+        return balancing_of(self._model, counted, over_all_tokens)
 
 
 class _SomeHeads:

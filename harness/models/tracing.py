@@ -83,10 +83,9 @@ class Traced:
         return self.outside + sum(self.layers)
 
 
-Change = Callable[[PreTrainedModel], LossSetup | None]
-
-
-def trace(request: Request, change: Change = lambda model: None) -> Traced:
+def trace(
+    request: Request, change: Callable[[PreTrainedModel], LossSetup | None] = lambda model: None
+) -> Traced:
     """Return the bytes that a model saves, by layer. `change` alters the built model as a run does,
     and returns the setup of its loss, if it changes that.
 
@@ -105,12 +104,6 @@ def trace(request: Request, change: Change = lambda model: None) -> Traced:
         }
         way = _way(layers)
     return Traced(tuple(more[kind] for kind in kinds), once - sum(more.values()), way)
-
-
-def trace_whole(request: Request) -> int:
-    """Return the bytes that all layers of a model save, traced without shortcuts."""
-    with _built(request) as model:
-        return _saved(model, request, PLAIN, range(len(decoder_layers(model)[1])))
 
 
 @contextmanager

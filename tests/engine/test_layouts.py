@@ -143,15 +143,11 @@ def test_undivided_model_masks_padding_as_the_sharded_one(layout: str) -> None:
     from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
 
     balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    sections = {"model": {**mixture()["model"], "overrides": balanced}}
-    engine = engine_of(layout, padded=True, **sections)
+    engine = engine_of(layout, True, model={**mixture()["model"], "overrides": balanced})
     half = torch.arange(SEQ_LEN // 2).expand(2, -1)
     positions = torch.cat([half, half + 1], 1)  # a document, then padding
-    batches, every = (
-        [replace(batch, position_ids=positions) for batch in some]
-        for some in (share_of(engine)[0], all_batches())
-    )
-    engine.accumulate(batches, 8 * SEQ_LEN)
+    every = [replace(batch, position_ids=positions) for batch in all_batches()]
+    engine.accumulate(every[engine.share.data_rank :: engine.plan.grid.data], 8 * SEQ_LEN)
     own = float(engine.grad_norm())
     for setup, is_same in ((engine.setup, True), (PLAIN, False)):
         engine.setup = setup

@@ -230,11 +230,11 @@ def chunked(family: str, precision: str) -> Inputs:
     return replace(inputs_of(config, precision, "eager", "none", False), loss_chunk=CHUNK)
 
 
-def head_of(run: Inputs, family: str, part: Vocabulary | None = None) -> HeadAlone:
+def head_of(run: Inputs, family: str) -> HeadAlone:
     dtype = DTYPES[run.precision]
     operations = operations_on_logits(skeleton(hf_config(FAMILIES[family]), dtype, "eager"))
     sizes = (run.tokens, run.shape.hidden_size, run.shape.vocab_size)
-    return HeadAlone(*sizes, CHUNK, dtype=dtype, operations=operations, part=part)
+    return HeadAlone(*sizes, CHUNK, dtype=dtype, operations=operations)
 
 
 def peaks_are_predicted(run: Inputs, head: HeadAlone) -> None:
@@ -255,8 +255,9 @@ def test_activation_peaks_in_training_and_evaluation(family: str, precision: str
 
 def test_peaks_of_a_part_of_the_vocabulary(alone: dist.ProcessGroup) -> None:
     run = replace(chunked("llama", "bf16"), divides_vocabulary=True)
-    part = Vocabulary(0, VOCAB, 2 * VOCAB, alone)
-    peaks_are_predicted(run, head_of(run, "llama", part))
+    head = head_of(run, "llama")
+    head.part = Vocabulary(0, VOCAB, 2 * VOCAB, alone)
+    peaks_are_predicted(run, head)
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "mixtral"])

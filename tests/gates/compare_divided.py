@@ -131,7 +131,7 @@ def _rank(family: str, rank: int, folder: Path) -> None:
 def _compare(family: str, rank: int, folder: Path) -> Row:
     try:
         config, model = tiny(family)
-        loss, gradients = _loss_and_gradients(model)
+        loss, gradients = _loss_and_gradients(model, PLAIN)
         model.zero_grad()
     except Exception as error:
         return Row(family, problem=f"no small model: {_in_a_line(error)}")
@@ -192,9 +192,7 @@ def _cut(model: nn.Module, share: Share) -> None:
         model.get_submodule(owner)._parameters[attribute] = parts[id(parameter)]
 
 
-def _loss_and_gradients(
-    model: Any, setup: LossSetup = PLAIN
-) -> tuple[float, dict[str, torch.Tensor]]:
+def _loss_and_gradients(model: Any, setup: LossSetup) -> tuple[float, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB_SIZE, (2, SEQ_LEN + 1), generator=generator)
     loss, balancing = forward(model, ids[:, :-1], ids[:, 1:].contiguous(), setup=setup)
