@@ -65,8 +65,7 @@ class HeadAlone:
         operations: Operations = (),
     ) -> None:
         self.head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype)
-        model: Any = nn.Module()
-        model.get_output_embeddings = lambda: self.head
+        model: Any = SimpleNamespace(get_output_embeddings=lambda: self.head)
         self.part: Vocabulary | None = None
         self.loss = ChunkedLoss(model, chunk, operations)
         self.hidden = torch.zeros(1, tokens, hidden, device=device, dtype=dtype)
