@@ -12,7 +12,6 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
@@ -73,11 +72,7 @@ def forward(
 
 
 def losses(
-    model: PreTrainedModel,
-    run: Callable[[], Any],
-    labels: torch.Tensor,
-    setup: LossSetup,
-    smoothing: float = 0.0,
+    model: Any, run: Callable[[], Any], labels: torch.Tensor, setup: LossSetup, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the summed token loss of `run`, which calls the model, and the auxiliary loss of a
     mixture of experts, already multiplied by the model's coefficient (None for dense models).
