@@ -122,15 +122,17 @@ def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = No
     """
     from harness.models.chunked_loss import ChunkedLoss, operations_on_logits
     from harness.models.layer_changes import tile_mlps
+    from harness.models.loss import PLAIN, LossSetup
     from harness.models.recompute import checkpoint_layers
     from harness.models.tracing import Request, trace
 
-    def as_the_run_does(model: Any) -> None:
+    def as_the_run_does(model: Any) -> LossSetup:
         checkpoint_layers(model, inputs.checkpointing, inputs.activation_offload)
         if inputs.mlp_tiles > 1:
             tile_mlps(model, inputs.mlp_tiles)
-        if inputs.chunk:
-            model.chunked_loss = ChunkedLoss(model, inputs.chunk, operations_on_logits(model))
+        if not inputs.chunk:
+            return PLAIN
+        return LossSetup(None, ChunkedLoss(model, inputs.chunk, operations_on_logits(model)))
 
     batch = inputs.micro_batch, inputs.seq_len
     request = Request(config, source, inputs.precision, inputs.attention, *batch)

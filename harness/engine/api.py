@@ -16,6 +16,7 @@ from harness.data.batch import Batch
 from harness.guard.skip import SkipRule
 from harness.layout.box import Part
 from harness.layout.grid import Purpose
+from harness.models.loss import LossSetup
 from harness.plan.plan import Plan
 
 # Fill(name, kind, offset, out, part): read elements [offset, offset + numel) of a slice into the
@@ -58,6 +59,7 @@ class Engine(Protocol):
 
     plan: Plan
     device: torch.device
+    setup: LossSetup
 
     # Train and evaluate.
     def train_batch(

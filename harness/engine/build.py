@@ -14,8 +14,8 @@ from transformers import PreTrainedModel
 from harness.config.ds_json import offloaded_to
 from harness.engine import swap
 from harness.engine.allocators import set_allocators
+from harness.engine.deepspeed_0_19 import internals
 from harness.engine.deepspeed_0_19.experts import expert_groups
-from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.deepspeed_0_19.pipe_module import StageModule
 from harness.engine.expert import Experts
 from harness.engine.fragments import cutter, note_copies
@@ -25,17 +25,18 @@ from harness.engine.meta_model import empty_model
 from harness.engine.optimizers import Matrices, Orthogonalizing, our_optimizer
 from harness.engine.pipeline import PipelineEngine
 from harness.engine.processes import raise_together, share_cores
-from harness.engine.residuals import Residuals
 from harness.engine.single_stage import build_single_stage
 from harness.engine.stages import build_stage
-from harness.engine.tensor import divide_forward
+from harness.engine.tensor import Divided, divide_forward
 from harness.engine.zero import ZeroEngine
 from harness.errors import ConfigError
-from harness.layout.grid import Purpose, Share
+from harness.layout.grid import Purpose
 from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_groups
 from harness.layout.tensor import TensorPlan
 from harness.models.adapters import quantize_linear_maps
 from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_logits
+from harness.models.loss import LossSetup
+from harness.models.sequence import DividedRows
 from harness.models.skeleton import described_parameters
 from harness.models.stage import Stage
 from harness.plan.machine import missing_for_cpu_adam
@@ -86,9 +87,8 @@ def build_engine(
     if operations is not None and hasattr(model.get_output_embeddings(), "base_layer"):
         operations, notes = None, _not_chunked("an adapter is on the head")
     change_layers(plan, model, empty if stage else None)
-    if module.residuals is not None:
-        module.residuals.divide()
-    model.gets_padding = empty.gets_padding = padded  # type: ignore[assignment]
+    if module.divided.residuals is not None:
+        module.divided.residuals.divide()
     note_copies(model, plan.share)
     groups = _parameter_groups(plan, parameters, model)
     if module.experts is not None:
@@ -104,17 +104,20 @@ def build_engine(
         start_gradients_at_leaves(model)
     for parameter, values in constants.items():
         parameter.data = values
+    chunked = None
     if operations is not None and (stage is None or stage.leave is None):
-        chunked: Any = ChunkedLoss(model, plan.loss_chunk, operations)
-        model.chunked_loss = chunked
+        chunked = ChunkedLoss(model, plan.loss_chunk, operations)
+    rows = None if module.row_group is None else DividedRows(model, module.row_group)
+    fuses_loss = plan.config.model.kernels == "liger"
+    setup = LossSetup(module.divided.vocabulary, chunked, fuses_loss, padded, rows)
     events = [*module.events, *settings, *notes]
+    made = _made_groups(plan, engine, module)
     if stage is None:
-        built = ZeroEngine(engine, plan, events, module.unit, module.experts, module.row_group)
+        built = ZeroEngine(engine, plan, events, setup, made, module.experts)
         built.make_undivided = partial(empty_model, plan, trust_remote_code, document_mask)
     else:
-        made = _groups_of_a_stage(plan.share) if plan.grid.tensor > 1 else []
-        built = PipelineEngine(engine, plan, events, stage, empty, made)
-    if isinstance(inner := inner_optimizer(engine), Orthogonalizing):
+        built = PipelineEngine(engine, plan, events, setup, made, stage, empty)
+    if isinstance(inner := internals.inner_optimizer(engine), Orthogonalizing):
         names = {name for group in groups if group["muon"] for name in group["names"]}
         inner.matrices = Matrices(engine, model, names, built.data_group)
     return built
@@ -132,7 +135,7 @@ class _Module:
     unit: ModelParallelUnit | None
     experts: Experts | None
     row_group: dist.ProcessGroup | None
-    residuals: Residuals | None
+    divided: Divided
 
 
 def _build_module(
@@ -161,18 +164,27 @@ def _build_module(
         tensor_group = wrapped.tensor_group if grid.tensor > 1 else None
     if experts is not None:  # first: the tensor-parallel wrapper sums its output
         experts.dispatch(model, device)
-    residuals = None
+    divided = Divided()
     if tensor_group is not None:
         styles = TensorPlan.of(plan.model_config)
-        residuals = divide_forward(model, styles, share, tensor_group, plan.divides_residuals)
-    return _Module(model, wrapped, events, stage, unit, experts, row_group, residuals)
+        divided = divide_forward(model, styles, share, tensor_group, plan.divides_residuals)
+    return _Module(model, wrapped, events, stage, unit, experts, row_group, divided)
 
 
-def _groups_of_a_stage(share: Share) -> list[dist.ProcessGroup]:
-    """Create a tensor-parallel stage's groups that DeepSpeed does not create. Collective."""
-    purposes: tuple[Purpose, ...] = ("loss", "stage")
-    others = (p for p in purposes if share.ranks(p) != share.ranks("tensor"))
-    return make_groups(share, *others)
+def _made_groups(plan: Plan, engine: Any, module: _Module) -> list[dist.ProcessGroup | None]:
+    """Return the groups that were created for this rank. Create those of a tensor-parallel stage
+    that DeepSpeed does not create. Collective.
+    """
+    made = [module.divided.sharing_a_head]
+    if module.stage is not None:
+        made += internals.made_groups(engine)
+        purposes: tuple[Purpose, ...] = ("loss", "stage") if plan.grid.tensor > 1 else ()
+        others = (p for p in purposes if plan.share.ranks(p) != plan.share.ranks("tensor"))
+        return [*made, *make_groups(plan.share, *others)]
+    unit, experts = module.unit, module.experts
+    made += [unit.tensor_group, unit.data_group] if unit else []
+    made += [experts.parts, experts.group, experts.replicas] if experts else []
+    return [*made, module.row_group]
 
 
 def _operations_on_logits(

@@ -8,16 +8,14 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from harness.checkpoint.tensor_file import Fragment
 from harness.data.batch import Batch, on_device
 from harness.engine.api import Fill, Kinds
 from harness.layout.box import Part
-from harness.models.loss import forward
+from harness.models.loss import LossSetup, forward
 from harness.models.recurrent_state import WINDOWS, Window
-from harness.models.sequence import DividedRows
 from harness.models.token_losses import recording
 from harness.plan.plan import Plan
 
@@ -112,11 +110,10 @@ class CarriedStates:
 class ForwardPass:
     """The forward passes of a rank, over whole rows or over its section of each row."""
 
-    def __init__(self, engine: Any, plan: Plan, row_group: dist.ProcessGroup | None) -> None:
-        """`row_group`: the sequence-parallel ranks that share each row."""
-        self._engine, self._plan = engine, plan
+    def __init__(self, engine: Any, plan: Plan, setup: LossSetup) -> None:
+        self._engine, self._plan, self._setup = engine, plan, setup
         self._device: torch.device = engine.device
-        self._rows = None if row_group is None else DividedRows(engine.module, row_group)
+        self._rows = setup.rows
         self.carried: CarriedStates | None = None
         if plan.config.train.carry_state:
             self.carried = CarriedStates(plan, engine.module, self._device)
@@ -131,7 +128,7 @@ class ForwardPass:
         copied while the previous micro-batch computes.
         """
         keywords = {**self.keywords(batch), **keywords}
-        return forward(self._engine, *batch.on(self._device), smoothing, self._rows, keywords)
+        return forward(self._engine, *batch.on(self._device), self._setup, smoothing, keywords)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a training micro-batch's two losses, carrying recurrent states over if enabled."""

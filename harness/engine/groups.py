@@ -15,7 +15,7 @@ from harness.models.initialize import Send
 class Groups:
     """The groups of a `share`, which are looked up among the groups `made` and the world group."""
 
-    def __init__(self, share: Share, made: Iterable[dist.ProcessGroup] = ()) -> None:
+    def __init__(self, share: Share, made: Iterable[dist.ProcessGroup | None] = ()) -> None:
         self._share = share
         every = [*made, dist.group.WORLD]  # WORLD replaces other groups of all ranks
         self._by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {
@@ -27,6 +27,10 @@ class Groups:
     def of(self, purpose: Purpose) -> dist.ProcessGroup:
         """Return this rank's group. Raises KeyError if it was not created."""
         return self._by_ranks[self._share.ranks(purpose)]
+
+    def among(self, ranks: tuple[int, ...]) -> dist.ProcessGroup | None:
+        """Return the group of exactly these ranks if there are several and it was created."""
+        return self._by_ranks.get(ranks) if len(ranks) > 1 else None
 
     def size(self, purpose: Purpose) -> int:
         """Return the number of ranks in the group, created or not."""

@@ -14,7 +14,7 @@ from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.fragments import is_copy
 from harness.engine.stepping import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
-from harness.models.loss import losses
+from harness.models.loss import LossSetup, losses
 from harness.models.stage import Stage
 from harness.models.token_losses import recording
 from harness.plan.plan import Plan
@@ -28,13 +28,14 @@ class PipelineEngine(ZeroEngine):
         engine: Any,
         plan: Plan,
         events: list[dict[str, Any]],
+        setup: LossSetup,
+        made: Iterable[dist.ProcessGroup | None],
         stage: Stage,
         whole: PreTrainedModel,
-        made: Iterable[dist.ProcessGroup] = (),
     ) -> None:
-        self._made = made  # groups that DeepSpeed does not make
-        super().__init__(engine, plan, events)
+        super().__init__(engine, plan, events, setup, made)
         self.stage = stage
+        stage.gets_padding = setup.gets_padding
         self._tied = engine.module.get_tied_weights_and_groups()
         self._whole = whole
         self._sent: tuple[int, ...] = ()  # shape, and if with positions, of the last inputs
@@ -52,10 +53,6 @@ class PipelineEngine(ZeroEngine):
     def module(self) -> PreTrainedModel:
         return self._whole
 
-    def undivided(self) -> PreTrainedModel:
-        """Return the whole model, without its weights."""
-        return self._whole
-
     def accumulate(self, batches: list[Batch], targets: int) -> torch.Tensor:
         """Run the schedule of all micro-batches; apply no gradients."""
         if not self.engine.module.training:  # train() visits every module
@@ -63,11 +60,11 @@ class PipelineEngine(ZeroEngine):
         total = torch.zeros((), device=self.device)
         labels, data_ranks = self._labels(batches), self.share.data_ranks
         sources = (batch.sources_on(self.device) for batch in batches)
-        smoothing = self.plan.config.train.label_smoothing
+        model, smoothing = self.stage.model, self.plan.config.train.label_smoothing
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             with recording(self.source_sums, next(sources)):
-                token_loss, auxiliary = losses(self.stage.model, run, next(labels), smoothing)
+                token_loss, auxiliary = losses(model, run, next(labels), self.setup, smoothing)
             share = token_loss / max(targets, 1)
             total.add_(share.detach())
             if auxiliary is not None:
@@ -90,7 +87,7 @@ class PipelineEngine(ZeroEngine):
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             wanted = next(labels)
             with self.forward.by_position(next(of_batch), by_position):
-                loss = losses(self.stage.model, run, wanted)[0]
+                loss = losses(self.stage.model, run, wanted, self.setup, 0.0)[0]
             sums.add_(torch.stack([loss.double(), (wanted != -100).sum().double()]))
             return loss
 
@@ -100,14 +97,14 @@ class PipelineEngine(ZeroEngine):
 
     @torch.no_grad()
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
-        logits = torch.empty(self._vocab_size, device=self.device)
+        vocab_size, _ = self._whole.get_output_embeddings().weight.shape
+        logits = torch.empty(vocab_size, device=self.device)
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             last = run().logits[0, -1]
-            if vocabulary := getattr(self.stage.model, "vocabulary", None):
-                last = vocabulary.all_logits(last)
-            logits.copy_(last)
-            return logits
+            if self.setup.vocabulary is not None:
+                last = self.setup.vocabulary.all_logits(last)
+            return logits.copy_(last)
 
         self.engine.module.eval()
         schedule = internals.inference_schedule(self.engine, 1)
@@ -123,10 +120,6 @@ class PipelineEngine(ZeroEngine):
     def _own_module(self) -> nn.Module:
         return self.stage.model
 
-    @property
-    def _vocab_size(self) -> int:
-        return int(self._whole.get_output_embeddings().weight.shape[0])
-
     def _run(self, schedule: Any, batches: list[Batch], finish: Any) -> None:
         # DeepSpeed negotiates only once how many tensors of which shapes the stages send.
         if batches:
@@ -140,9 +133,6 @@ class PipelineEngine(ZeroEngine):
 
     def _step(self) -> None:
         internals.take_step(self.engine)
-
-    def _made_groups(self) -> list[dist.ProcessGroup]:
-        return [*internals.made_groups(self.engine), *self._made]
 
     def _inputs(self, batch: Batch) -> Any:
         """Return the first stage's inputs on the device; DeepSpeed's own copy would block."""

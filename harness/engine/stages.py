@@ -5,6 +5,7 @@ Also computes the undivided model's loss and gradient norm, to compare the first
 
 import copy
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batch import Batch
+from harness.engine.api import Engine
 from harness.engine.deepspeed_0_19.pipe_module import Tied
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import raising_together
@@ -31,7 +33,7 @@ from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import layers_per_stage
 from harness.models.flow import Flow, trace_flow
 from harness.models.initialize import Cut, materialize
-from harness.models.loss import forward
+from harness.models.loss import LossSetup, forward
 from harness.models.recompute import checkpoint_layers
 from harness.models.reversible import reverse_layers
 from harness.models.stage import Stage, reduce_to_stage
@@ -57,44 +59,31 @@ def build_stage(
         flow = trace_flow(empty)
     except ValueError as error:
         raise ConfigError(f"{where}: {error}; use ZeRO 3 instead of stages") from error
-    if plan.config.model.init_from is not None and not blank:
-        check_files(plan, empty)
-    with raising_together(where):  # a problem may concern one stage only
-        stage, events = _built(plan, empty, flow, device, trust_remote_code, blank, cut)
-    return stage, _tied(plan, stage.model, flow), events
-
-
-def _built(
-    plan: Plan,
-    empty: PreTrainedModel,
-    flow: Flow,
-    device: torch.device,
-    trust_remote_code: bool,
-    blank: bool,
-    cut: Cut | None,
-) -> tuple[Stage, list[dict[str, Any]]]:
-    assert plan.stages is not None
-    counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank)
-    first_layer = sum(counts[: place.pipeline])
-    end_layer = first_layer + counts[place.pipeline]
     reads = plan.config.model.init_from is not None and not blank
+    if reads:
+        check_files(plan, empty)
+    assert plan.stages is not None
+    counts, place = layers_per_stage(plan.stages), plan.grid.coords(plan.world.rank).pipeline
+    first_layer, end_layer = sum(counts[:place]), sum(counts[: place + 1])
+    reduce = partial(reduce_to_stage, flow=flow, first_layer=first_layer, end_layer=end_layer)
     copies = {name for _, name in flow.tied}  # in no file; broadcast by the first stage
-    if reads and cut is None and config_of_files(plan, empty) is None:
-        reduced = reduced_class(
-            type(empty), lambda model: reduce_to_stage(model, flow, first_layer, end_layer)
-        )
-        model, report = read_weights(reduced, plan, empty, trust_remote_code)
-        events = check_report(
-            plan,
-            set(report["missing_keys"]) - copies,
-            set(report["unexpected_keys"]) - used_elsewhere(empty),
-        )
-        return Stage(nn.Module.to(model, device)), events
-    model = empty_model(plan, trust_remote_code)
-    reduce_to_stage(model, flow, first_layer, end_layer)
-    reader = PieceReader(plan, empty, trust_remote_code, copies) if reads else None
-    materialize_share(model, plan, device, blank, cut, reader)
-    return Stage(model), reader.events() if reader else []
+    with raising_together(where):  # a problem may concern one stage only
+        if reads and cut is None and config_of_files(plan, empty) is None:
+            reduced = reduced_class(type(empty), reduce)
+            model, report = read_weights(reduced, plan, empty, trust_remote_code)
+            events = check_report(
+                plan,
+                set(report["missing_keys"]) - copies,
+                set(report["unexpected_keys"]) - used_elsewhere(empty),
+            )
+            model = nn.Module.to(model, device)
+        else:
+            reduce(model := empty_model(plan, trust_remote_code))
+            reader = PieceReader(plan, empty, trust_remote_code, copies) if reads else None
+            materialize_share(model, plan, device, blank, cut, reader)
+            events = reader.events() if reader else []
+        stage = Stage(model)
+    return stage, _tied(plan, model, flow), events
 
 
 def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
@@ -113,18 +102,16 @@ def _tied(plan: Plan, model: PreTrainedModel, flow: Flow) -> Tied:
 
 
 def unsplit_loss_and_norm(
-    plan: Plan,
-    empty: PreTrainedModel,
-    device: torch.device,
-    batches: Sequence[Batch],
-    targets: int,
-    loss_scale: float,
+    engine: Engine, empty: PreTrainedModel, batches: Sequence[Batch], targets: int
 ) -> tuple[float, float | None]:
-    """Return the loss in nats and the gradient norm of a global batch before the first step,
-    without randomness. The norm is None for a model whose training steps are random.
+    """Return the loss in nats and the gradient norm of a global batch before the first step of
+    `engine`, by its undivided model `empty` and without randomness. The norm is None for a model
+    whose training steps are random.
 
     Layers are recomputed and gradients summed in fp32: this takes about `bytes_needed` bytes.
     """
+    plan, device = engine.plan, engine.device
+    setup = LossSetup(gets_padding=engine.setup.gets_padding)
     reads = plan.config.model.init_from is not None
     if not reads or config_of_files(plan, empty) is not None:
         model = copy.deepcopy(empty)
@@ -133,7 +120,6 @@ def unsplit_loss_and_norm(
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
         model = nn.Module.to(model, device)
-        model.gets_padding = getattr(empty, "gets_padding", False)  # type: ignore[assignment]
     compares_norm = not (is_random(model) or plan.config.model.stochastic_depth)
     model.train(compares_norm)
     if plan.checkpointing == REVERSIBLE:
@@ -148,20 +134,20 @@ def unsplit_loss_and_norm(
         smoothing = plan.config.train.label_smoothing
         if smoothing or not compares_norm:  # the loss is compared with that of an evaluation
             with torch.no_grad():
-                token_loss, _ = forward(model, *batch.on(device), keywords=keywords)
+                token_loss, _ = forward(model, *batch.on(device), setup, keywords=keywords)
             loss += token_loss / max(targets, 1)
         if not compares_norm:
             continue
-        token_loss, auxiliary = forward(model, *batch.on(device), smoothing, keywords=keywords)
+        token_loss, auxiliary = forward(model, *batch.on(device), setup, smoothing, keywords)
         share = token_loss / max(targets, 1)
         if not smoothing:
             loss += share.detach()
         if auxiliary is not None:
             share = share + auxiliary / len(batches)
-        (share * loss_scale).backward()
+        (share * engine.loss_scale).backward()
         for parameter, total in sums.items():
             if parameter.grad is not None:
-                total += parameter.grad.float() / loss_scale
+                total += parameter.grad.float() / engine.loss_scale
             parameter.grad = None
     if not compares_norm:
         return float(loss), None

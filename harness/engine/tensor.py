@@ -6,7 +6,7 @@ is sliced or an input or output must be exchanged (layout/tensor.py defines the 
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -25,15 +25,23 @@ from harness.models.token_losses import Vocabulary
 Forward = Callable[..., torch.Tensor]
 
 
+class Divided(NamedTuple):
+    """What the tensor-parallel ranks of a model divide, or else have in common."""
+
+    residuals: Residuals | None = None
+    vocabulary: Vocabulary | None = None
+    sharing_a_head: dist.ProcessGroup | None = None
+    """The ranks that have the same key head, if there are fewer heads than ranks."""
+
+
 def divide_forward(
     model: PreTrainedModel,
     plan: TensorPlan,
     share: Share,
     group: dist.ProcessGroup,
     divides_residuals: bool = False,
-) -> Residuals:
-    """Make a model with this rank's slices compute the full model's outputs, and return how its
-    modules exchange hidden states.
+) -> Divided:
+    """Make a model with this rank's slices compute the full model's outputs.
 
     Collective: ranks that share a key head create groups.
     """
@@ -53,22 +61,22 @@ def divide_forward(
     for name in entrances:
         stream = residuals if residuals.is_in_layer(name) else whole
         named[name].register_forward_pre_hook(_entering(stream), with_kwargs=True)
-    sharing: Any = _sharing_a_head(share, plan.kv_copies(places))
-    model.sharing_a_head = sharing
+    sharing = _sharing_a_head(share, plan.kv_copies(places))
     for name, style in how.items():
-        module, owner_name = named[name], name.rpartition(".")[0]
+        owner_name = name.rpartition(".")[0]
+        module: Any = named[name]
         owner: Any = named[owner_name]
         stream = residuals if residuals.is_in_layer(name) else whole
         if style in (*styles.COLUMNS, styles.HEAD):
-            _set(module, _column(module, stream, enters=owner_name not in entrances))
+            module.forward = _column(module, stream, enters=owner_name not in entrances)
         elif style == styles.GATHERED:
-            _set(module, _column(module, stream, gathers=True))
+            module.forward = _column(module, stream, gathers=True)
         elif style in styles.ROWS:
-            _set(module, _row(module, stream, splits=style == styles.SPLIT))
+            module.forward = _row(module, stream, splits=style == styles.SPLIT)
         elif style == styles.EMBEDDING:
-            _set(module, _embedding(module, group))
+            module.forward = _embedding(module, group)
         elif style == styles.EXPERTS:
-            _set(module, _experts(module, group))
+            module.forward = _experts(module, group)
         elif style == styles.SUMMED:
             _sum_gradients(module, group)
         if style == "fused_qkv":
@@ -87,11 +95,11 @@ def divide_forward(
             _sum_gradients(module, sharing)
     if plan.divides_attention:
         draw_by_place(model, group.rank())
+    vocabulary = None
     if plan.divides_vocabulary(places):
         size = plan.vocab_size // places
-        part: Any = Vocabulary(group.rank() * size, size, plan.vocab_size, group)
-        model.vocabulary = part
-    return residuals
+        vocabulary = Vocabulary(group.rank() * size, size, plan.vocab_size, group)
+    return Divided(residuals, vocabulary, sharing)
 
 
 def _entrances(named: dict[str, nn.Module], how: dict[str, str]) -> set[str]:
@@ -120,10 +128,6 @@ def _sharing_a_head(share: Share, copies: int) -> dist.ProcessGroup | None:
             if share.rank in sharing:
                 mine = group
     return mine
-
-
-def _set(module: nn.Module, forward: Forward) -> None:
-    module.forward = forward
 
 
 def _entering(stream: Residuals) -> Callable[..., Any]:

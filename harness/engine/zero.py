@@ -1,6 +1,6 @@
 """The engine without pipeline stages: ZeRO 0 to 3."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -16,10 +16,11 @@ from harness.engine.deepspeed_0_19 import between_steps, gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
 from harness.engine.fragments import assembled, part_of
-from harness.engine.groups import Groups, ModelParallelUnit, gradients_apart
+from harness.engine.groups import Groups, gradients_apart
 from harness.guard.skip import SkipRule
 from harness.layout.box import Part
 from harness.layout.grid import Purpose
+from harness.models.loss import LossSetup
 from harness.models.token_losses import recording
 from harness.plan.plan import Plan
 
@@ -32,21 +33,20 @@ class ZeroEngine(Engine):
         engine: Any,
         plan: Plan,
         events: list[dict[str, Any]],
-        unit: ModelParallelUnit | None = None,
+        setup: LossSetup,
+        made: Iterable[dist.ProcessGroup | None] = (),
         experts: Experts | None = None,
-        row_group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`row_group`: the sequence-parallel ranks that share each row."""
-        self._unit, self._experts, self._row_group = unit, experts, row_group
-        self.engine = engine
+        """`made`: the process groups that were created for this engine."""
+        self.engine, self.setup, self._experts = engine, setup, experts
         self.plan = plan
         self.share = plan.share
         self.events = events  # what was changed while building; written to events.jsonl
         self.make_undivided: Callable[[], PreTrainedModel] = lambda: self.module
         self.device: torch.device = engine.device
-        self.groups = Groups(self.share, self._made_groups())
+        self.groups = Groups(self.share, made)
         self._averaged_over = self.groups.size("replicas")  # DeepSpeed's data-parallel ranks
-        self.forward = ForwardPass(engine, plan, row_group)
+        self.forward = ForwardPass(engine, plan, setup)
         gradients.reduce_in_place(engine)
         between_steps.sum_at_once(engine)
         between_steps.take_norm_at_once(engine)
@@ -132,16 +132,13 @@ class ZeroEngine(Engine):
         # Under ZeRO-3: weights below stage3_param_persistence_threshold, and the shards that
         # tensor-parallel ranks have in common.
         peers = self.share.ranks("tensor")
-        made = [getattr(self._own_module, "sharing_a_head", None)]
-        made += [self.groups.of("tensor")] if len(peers) > 1 else []
-        groups = {tuple(dist.get_process_group_ranks(group)): group for group in made if group}
         for name, parameter, tensor in fragments.stored_weights(self._own_module):
             ranks = self.share.alike(name, part_of(parameter).whole)
             if not internals.is_whole(parameter):  # other data ranks have other shards
                 ranks = tuple(rank for rank in ranks if rank in peers)
             if len(ranks) > 1:
-                group = groups.get(tuple(rank for rank in ranks if rank in peers))
-                yield Replica(name, tensor, ranks, group)
+                among = tuple(rank for rank in ranks if rank in peers)
+                yield Replica(name, tensor, ranks, self.groups.among(among))
 
     def tied(self) -> list[tuple[str, torch.Tensor, dist.ProcessGroup]]:
         """Return (name, weight, group) of each weight that another stage holds too."""
@@ -182,8 +179,8 @@ class ZeroEngine(Engine):
         """
         self.engine.eval()
         logits = self.forward.last_logits(input_ids)
-        if vocabulary := getattr(self.module, "vocabulary", None):
-            logits = vocabulary.all_logits(logits)
+        if self.setup.vocabulary is not None:
+            logits = self.setup.vocabulary.all_logits(logits)
         dist.broadcast(logits, 0)  # ranks that chose different tokens would diverge
         return logits
 
@@ -229,9 +226,7 @@ class ZeroEngine(Engine):
 
     def undivided(self) -> PreTrainedModel:
         """Return the full model of which ranks hold slices or stages, without weights."""
-        whole = self.make_undivided()
-        whole.gets_padding = self.module.gets_padding  # its experts are balanced as in training
-        return whole
+        return self.make_undivided()
 
     @property
     def loss_scale(self) -> float:
@@ -335,13 +330,6 @@ class ZeroEngine(Engine):
 
     def _step(self) -> None:
         self.engine.step()
-
-    def _made_groups(self) -> list[dist.ProcessGroup]:
-        """Return the process groups that were created for this engine."""
-        unit, experts = self._unit, self._experts
-        made = [unit.tensor_group, unit.data_group] if unit else []
-        made += [experts.parts, experts.group, experts.replicas] if experts else []
-        return [*made, *([self._row_group] if self._row_group else [])]
 
     def _norm_group(self) -> dist.ProcessGroup | None:
         """Return the group over which every gradient counts once; None if this rank has all."""

@@ -153,8 +153,7 @@ class ChunkedLoss:
     def __init__(self, model: PreTrainedModel, chunk: int, operations: Operations) -> None:
         """`chunk`: vocabulary entries per chunk. `operations`: see `operations_on_logits`."""
         self._model, self._chunk, self._operations = model, chunk, operations
-        self._labels: torch.Tensor | None = None
-        self._smoothing = 0.0
+        self._asked: tuple[torch.Tensor, _How] | None = None
         self._loss: torch.Tensor | None = None
         head: Any = model.get_output_embeddings()
         self._logits: Callable[[torch.Tensor], torch.Tensor] = head.forward
@@ -162,16 +161,18 @@ class ChunkedLoss:
         head.register_forward_hook(self._keep)
 
     @contextlib.contextmanager
-    def of(self, labels: torch.Tensor, smoothing: float) -> Iterator[None]:
+    def of(
+        self, labels: torch.Tensor, smoothing: float, part: Vocabulary | None = None
+    ) -> Iterator[None]:
         """Within this context, the head computes the loss instead of logits.
 
-        labels (micro_batch, seq_len).
+        labels (micro_batch, seq_len). `part`: this rank's shard of a sharded vocabulary.
         """
-        self._labels, self._smoothing = labels, smoothing
+        self._asked = labels.reshape(-1), _How(self._chunk, self._operations, smoothing, part)
         try:
             yield
         finally:
-            self._labels = None
+            self._asked = None
 
     def taken(self, output: torch.Tensor) -> torch.Tensor:
         """Return the loss of the last micro-batch, summed over its target tokens, in fp32.
@@ -186,20 +187,17 @@ class ChunkedLoss:
         return beside
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._labels is None:
+        if self._asked is None:
             return self._logits(hidden)
         head: Any = self._model.get_output_embeddings()
-        part: Vocabulary | None = getattr(self._model, "vocabulary", None)
-        if part is not None:
+        if (part := self._asked[1].part) is not None:
             hidden = copied(hidden, part.group)
-        how = _How(self._chunk, self._operations, self._smoothing, part)
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        arguments = (flat, head.weight, head.bias, self._labels.reshape(-1), how)
+        arguments = (hidden.reshape(-1, hidden.shape[-1]), head.weight, head.bias, *self._asked)
         loss: torch.Tensor = _HeadAndLoss.apply(*arguments)  # type: ignore[no-untyped-call]
         return loss
 
     def _keep(self, _module: Any, _args: Any, output: torch.Tensor) -> None:
-        if self._labels is not None:
+        if self._asked is not None:
             self._loss = output
 
 

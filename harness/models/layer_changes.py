@@ -57,7 +57,7 @@ def _leave_out(
 
 def use_liger(model: PreTrainedModel) -> None:
     """Give this model Liger's RMSNorm and SwiGLU, and a head fused with the cross-entropy, which
-    never holds all logits; `loss.forward` then takes the summed loss from it.
+    never holds all logits; with `fuses_loss`, `loss.forward` takes the summed loss from it.
 
     Liger also replaces the classes in transformers' module. That would affect every later model,
     such as an export, which is checked on the CPU, where Triton does not run. So the module is
@@ -70,7 +70,6 @@ def use_liger(model: PreTrainedModel) -> None:
     before = {**module}
     _apply_liger_kernel_to_instance(model, rope=False, fused_linear_cross_entropy=True)
     module.update(before)
-    vars(model)["fuses_loss"] = True
 
 
 MLP = "mlp"

@@ -1,23 +1,42 @@
 """The training loss, summed over target tokens.
 
-`losses` chooses how: from all logits, in chunks if they are large, with a sharded vocabulary, or by
+A LossSetup says how: from all logits, in chunks if they are large, with a sharded vocabulary, or by
 Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch.
 """
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
 
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
-from harness.models.token_losses import token_losses
+from harness.models.token_losses import Vocabulary, token_losses
+
+
+@dataclass(frozen=True)
+class LossSetup:
+    """What the loss needs to know of how a model was built and of its batches."""
+
+    vocabulary: Vocabulary | None = None
+    """This rank's shard of the logits; None if it has all."""
+    chunked: ChunkedLoss | None = None
+    fuses_loss: bool = False
+    """In training, Liger's forward pass returns the loss instead of logits."""
+    gets_padding: bool = False
+    """Batches contain padding, which the balancing loss of a mixture of experts ignores."""
+    rows: DividedRows | None = None
+    """With these, this rank computes its tokens of each row."""
+
+
+PLAIN = LossSetup()
+"""For a whole model, without padding."""
 
 
 def forward(
@@ -25,44 +44,41 @@ def forward(
     input_ids: torch.Tensor,
     labels: torch.Tensor,
     position_ids: torch.Tensor | None = None,
+    setup: LossSetup = PLAIN,
     smoothing: float = 0.0,
-    rows: DividedRows | None = None,
     keywords: Mapping[str, Any] = MappingProxyType({}),
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Run the model on one micro-batch; the three tensors are (micro_batch, seq_len) int64. With
-    `rows`, this rank computes its tokens of each row.
+    """Run the model on one micro-batch; the three tensors are (micro_batch, seq_len) int64.
 
     Returns the result of `losses`. No attention mask is passed: every position is a token.
     Documents are separated by `position_ids`, which is None if each row is one document, or by
     `keywords`, which are passed to attention (Batch.keywords).
     """
     arguments: dict[str, Any] = {} if position_ids is None else {"position_ids": position_ids}
-    if rows is not None:
+    if (rows := setup.rows) is not None:
         with separating(position_ids is not None):
             arguments = rows.keywords(input_ids, position_ids)
         input_ids, labels = rows.own(input_ids), rows.own(labels)
     own: Any = getattr(model, "module", model)
-    if getattr(own, "fuses_loss", False) and own.training and not smoothing:
+    if setup.fuses_loss and own.training and not smoothing:
         # Liger returns the sum, divided by 1. It accumulates the head's gradient over chunks of
         # tokens in fp32, not in the weight's bf16.
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1, "accum_dtype": torch.float32}
     run = partial(model, input_ids=input_ids, use_cache=False, **arguments, **keywords)
-    if rows is not None:
-        balancing = rows.balancing(position_ids)
-    else:
-        balancing = balancing_of(own, counted_tokens(own, position_ids))
+    counted = counted_tokens(position_ids, setup.gets_padding)
+    balancing = balancing_of(own, counted) if rows is None else rows.balancing(counted)
     with separating(position_ids is not None), balancing:
-        return losses(own, run, labels, smoothing)
+        return losses(own, run, labels, setup, smoothing)
 
 
 def losses(
-    model: PreTrainedModel, run: Callable[[], Any], labels: torch.Tensor, smoothing: float = 0.0
+    model: Any, run: Callable[[], Any], labels: torch.Tensor, setup: LossSetup, smoothing: float
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Return the summed token loss of `run`, which calls the model, and the auxiliary loss of a
     mixture of experts, already multiplied by the model's coefficient (None for dense models).
     """
-    chunked: ChunkedLoss | None = getattr(model, "chunked_loss", None)
-    with contextlib.nullcontext() if chunked is None else chunked.of(labels, smoothing):
+    chunked = setup.chunked
+    with chunked.of(labels, smoothing, setup.vocabulary) if chunked else contextlib.nullcontext():
         outputs = run()
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
@@ -71,6 +87,6 @@ def losses(
         return outputs.loss.float(), auxiliary
     if chunked is not None:
         return chunked.taken(outputs.logits), auxiliary
-    if vocabulary := getattr(model, "vocabulary", None):  # sharded logits
-        return vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
+    if setup.vocabulary is not None:
+        return setup.vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
     return token_losses(outputs.logits, labels, smoothing), auxiliary

@@ -8,6 +8,7 @@ whole rows. They reach attention as a keyword of the model, which gradient check
 import contextlib
 import copy
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from harness.models.attention import attend_with, attention_function
 from harness.models.exchange import Group, exchanged, joined, own_slice
-from harness.models.stage import balancing_of, counted_tokens
+from harness.models.stage import balancing_of
 
 _NAME = "divided_rows"
 _KEYWORD = "whole_rows"
@@ -44,7 +45,7 @@ class DividedRows:
 
     def __init__(self, model: PreTrainedModel, group: Group) -> None:
         """Replace the model's attention function."""
-        self._model, self._group = model, group
+        self._model, self.group = model, group
         self._config = copy.deepcopy(model.config)  # with the attention for whole rows
         self._attention: str = model.config._attn_implementation
         attend_with(_NAME, model)
@@ -60,7 +61,7 @@ class DividedRows:
 
     def own(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return this rank's tokens of (micro_batch, seq_len)."""
-        return own_slice(tensor, 1, self._group)
+        return own_slice(tensor, 1, self.group)
 
     def keywords(self, input_ids: torch.Tensor, positions: torch.Tensor | None) -> dict[str, Any]:
         """Return the model's other arguments for this rank's tokens: their positions, and the Rows.
@@ -72,26 +73,23 @@ class DividedRows:
         places = positions
         if places is None:
             places = torch.arange(input_ids.shape[1], device=input_ids.device).expand_as(input_ids)
-        rows = Rows(self._group, self._config, masks, positions)
+        rows = Rows(self.group, self._config, masks, positions)
         return {"position_ids": self.own(places), _KEYWORD: rows}
 
-    @contextlib.contextmanager
-    def balancing(self, positions: torch.Tensor | None) -> Iterator[None]:
-        """Within this context, a mixture balances its experts over whole rows: every rank computes
-        the same loss, but only the gradient of its own tokens' routers. Padding does not count.
+    def balancing(self, counted: torch.Tensor | None) -> AbstractContextManager[None]:
+        """Return a context in which a mixture balances its experts over whole rows: every rank
+        computes the same loss, but only the gradient of its own tokens' routers.
 
-        positions (micro_batch, seq_len), whole rows.
+        counted (micro_batch, seq_len), whole rows: False for padding. None: all tokens count.
         """
-        counted = counted_tokens(self._model, positions)
         if counted is not None:  # ordered by rank, as in `joined`
-            parts = counted.view(len(counted), self._group.size(), -1)
+            parts = counted.view(len(counted), self.group.size(), -1)
             counted = parts.transpose(0, 1)
 
         def over_all_tokens(routers: Any) -> Any:
-            return tuple(joined(own, 0, self._group) for own in routers or ())
+            return tuple(joined(own, 0, self.group) for own in routers or ())
 
-        with balancing_of(self._model, counted, over_all_tokens):
-            yield
+        return balancing_of(self._model, counted, over_all_tokens)
 
 
 class _SomeHeads:

@@ -48,6 +48,7 @@ class Stage(nn.Module):
         self.leave = next((layer for layer in layers if isinstance(layer, _Leave)), None)
         self.finish: Finish = lambda run: run()
         self.keywords: Iterator[dict[str, Any]] = itertools.repeat({})
+        self.gets_padding = False
         config = model.config.get_text_config(decoder=True)
         self.routed = bool(getattr(config, "output_router_logits", False))
         self.experts = _num_experts(model) if self.routed else 0
@@ -69,7 +70,7 @@ class Stage(nn.Module):
             ids = torch.zeros(carried.shape[:2], dtype=torch.int64, device=carried.device)
         if self.leave is None:
             run = partial(self.model, input_ids=ids, use_cache=False, **keywords)
-            counted = counted_tokens(self.model, positions[0] if positions else None)
+            counted = counted_tokens(positions[0] if positions else None, self.gets_padding)
             earlier = (lambda own: (*routers, *(own or ()))) if routers else None
             with balancing_of(self.model, counted, earlier):
                 return self.finish(run)
@@ -185,13 +186,13 @@ def _num_experts(model: PreTrainedModel) -> int:
     return int(experts)
 
 
-def counted_tokens(model: PreTrainedModel, positions: torch.Tensor | None) -> torch.Tensor | None:
+def counted_tokens(positions: torch.Tensor | None, gets_padding: bool) -> torch.Tensor | None:
     """Return True for tokens and False for padding; None if there is no padding or no positions.
 
     positions (micro_batch, seq_len) start at 1 in padding, at 0 in a document
     (data/packed_documents.py).
     """
-    if positions is None or not getattr(model, "gets_padding", False):
+    if positions is None or not gets_padding:
         return None
     begins = (positions[:, 1:] == 1) & (positions[:, :-1] != 0)
     return functional.pad(begins, (1, 0)).cumsum(1) == 0

@@ -25,7 +25,7 @@ from transformers.initialization import no_init_weights
 
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS, Way
 from harness.models import state_kernels
-from harness.models.loss import forward
+from harness.models.loss import PLAIN, LossSetup, forward
 from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.skeleton import DTYPES, hf_config
 from harness.models.units import decoder_layers
@@ -83,35 +83,27 @@ class Traced:
         return self.outside + sum(self.layers)
 
 
-Change = Callable[[PreTrainedModel], None]
-
-
-def trace(request: Request, change: Change = lambda model: None) -> Traced:
-    """Return the bytes that a model saves, by layer. `change` alters the built model as a run does.
+def trace(
+    request: Request, change: Callable[[PreTrainedModel], LossSetup | None] = lambda model: None
+) -> Traced:
+    """Return the bytes that a model saves, by layer. `change` alters the built model as a run does,
+    and returns the setup of its loss, if it changes that.
 
     Raises whatever the model class raises.
     """
     with _built(request) as model:
-        change(model)
-        name, layers = decoder_layers(model)
+        setup = change(model) or PLAIN
+        _, layers = decoder_layers(model)
         kinds = _kinds(model, layers)
         first = {kind: kinds.index(kind) for kind in dict.fromkeys(kinds)}
         chosen = [*first.values()]
-        once = _saved(model, request, name, layers, chosen)
+        once = _saved(model, request, setup, chosen)
         more = {
-            kind: _saved(model, request, name, layers, sorted([*chosen, index])) - once
+            kind: _saved(model, request, setup, sorted([*chosen, index])) - once
             for kind, index in first.items()
         }
         way = _way(layers)
     return Traced(tuple(more[kind] for kind in kinds), once - sum(more.values()), way)
-
-
-def trace_whole(request: Request, change: Change = lambda model: None) -> int:
-    """Return the bytes that all layers of a model save, traced without shortcuts."""
-    with _built(request) as model:
-        change(model)
-        name, layers = decoder_layers(model)
-        return _saved(model, request, name, layers, range(len(layers)))
 
 
 @contextmanager
@@ -167,25 +159,20 @@ def _described(layer: nn.Module) -> tuple[Any, ...]:
 
 
 def _saved(
-    model: PreTrainedModel,
-    request: Request,
-    name: str,
-    layers: nn.ModuleList,
-    chosen: Sequence[int],
+    model: PreTrainedModel, request: Request, setup: LossSetup, chosen: Sequence[int]
 ) -> int:
     """Return the bytes that the model saves with some of its layers, possibly one of them twice."""
-    with _only(model, name, layers, chosen):
+    with _only(model, chosen):
         ids = torch.zeros(request.micro_batch, request.seq_len, dtype=torch.int64)
         with saved_by(model) as saved:
-            _loss = forward(model, ids, ids.clone())  # kept alive with everything it saves
+            _loss = forward(model, ids, ids.clone(), None, setup)  # keeps alive what it saves
         return saved.bytes
 
 
 @contextmanager
-def _only(
-    model: PreTrainedModel, name: str, layers: nn.ModuleList, chosen: Sequence[int]
-) -> Iterator[None]:
+def _only(model: PreTrainedModel, chosen: Sequence[int]) -> Iterator[None]:
     """Within this context, the model and its config have only the chosen layers."""
+    name, layers = decoder_layers(model)
     text = model.config.get_text_config(decoder=True)
     before = {
         key: value

@@ -143,9 +143,7 @@ def _computed(run: Run, targets: int) -> Undivided | str:
         return reason
     engine, batches = run.engine, _micro_batches(run, Share(Grid(1), 0))
     try:
-        loss, norm = unsplit_loss_and_norm(
-            run.plan, model, engine.device, batches, targets, engine.loss_scale
-        )
+        loss, norm = unsplit_loss_and_norm(engine, model, batches, targets)
     except RuntimeError as error:
         if not is_out_of_memory(error):
             raise

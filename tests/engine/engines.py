@@ -123,7 +123,7 @@ def layout(words: str, **json_keys: Any) -> dict[str, Any]:
     return {**ds, **json_keys}
 
 
-def engine_of(ds: str | dict[str, Any], **sections: dict[str, Any]) -> Any:
+def engine_of(ds: str | dict[str, Any], padded: bool = False, **sections: dict[str, Any]) -> Any:
     """Build an engine of the small model in a layout, given as a JSON or in words; `sections`
     change the run config. It is closed when the test ends, if not before. Collective.
     """
@@ -131,7 +131,7 @@ def engine_of(ds: str | dict[str, Any], **sections: dict[str, Any]) -> Any:
 
     json = layout(ds) if isinstance(ds, str) else ds
     plan = plan_of(run_config(folder(), **sections), json)
-    engine = build_engine(plan, torch.device("cpu"))
+    engine = build_engine(plan, torch.device("cpu"), padded=padded)
     close = engine.close
 
     def closed() -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import weakref
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -13,11 +14,13 @@ from torch.nn import functional
 from harness.config.ds_json import read_ds_json
 from harness.data.batch import Batch
 from harness.engine import residuals
+from harness.models.loss import PLAIN
 from harness.models.token_losses import Vocabulary
 from tests.engine.engines import (
     SGD,
     STAGES,
     WORLD,
+    all_batches,
     cells,
     different,
     drawn_weights,
@@ -137,10 +140,19 @@ def undivided_outputs(has_experts: bool) -> dict[str, Any]:
 @pytest.mark.parametrize("layout", ["zero1 experts2", "zero1 pipeline2"])
 @ranks(2)
 def test_undivided_model_masks_padding_as_the_sharded_one(layout: str) -> None:
-    engine = engine_of(layout, **mixture())
-    assert engine.undivided().gets_padding is False
-    engine.module.gets_padding = True
-    assert engine.undivided().gets_padding is True
+    from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
+
+    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    engine = engine_of(layout, True, model={**mixture()["model"], "overrides": balanced})
+    half = torch.arange(SEQ_LEN // 2).expand(2, -1)
+    positions = torch.cat([half, half + 1], 1)  # a document, then padding
+    every = [replace(batch, position_ids=positions) for batch in all_batches()]
+    engine.accumulate(every[engine.share.data_rank :: engine.plan.grid.data], 8 * SEQ_LEN)
+    own = float(engine.grad_norm())
+    for setup, is_same in ((engine.setup, True), (PLAIN, False)):
+        engine.setup = setup
+        _, norm = unsplit_loss_and_norm(engine, engine.undivided(), every, 8 * SEQ_LEN)
+        assert (norm == pytest.approx(own, rel=1e-4)) == is_same
 
 
 DIVIDED = ("zero1 tensor2", "zero3 sequence2", "zero1 experts2", "zero1 pipeline2")

@@ -122,8 +122,7 @@ def test_a_family_trains_in_stages_as_without(family: str) -> None:
     batches, targets = share_of(engine)
     loss = engine.sum_over_ranks(engine.accumulate(batches, targets))
     norm = engine.apply(1e-3)
-    cpu = torch.device("cpu")
-    unsplit = unsplit_loss_and_norm(engine.plan, engine.module, cpu, all_batches(), targets, 1.0)
+    unsplit = unsplit_loss_and_norm(engine, engine.module, all_batches(), targets)
     assert [float(loss), float(norm)] == pytest.approx(unsplit, rel=2e-6)
 
 

@@ -20,7 +20,7 @@ from harness.layout.releases import is_older
 from harness.models.chunked_loss import ChunkedLoss, operations_on_logits
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.layer_changes import tile_mlps
-from harness.models.loss import forward
+from harness.models.loss import LossSetup, forward
 from harness.models.recompute import checkpoint_layers, saved_by
 from harness.models.reversible import reverse_layers
 from harness.models.skeleton import DTYPES, hf_config, skeleton
@@ -51,8 +51,7 @@ def saved_bytes(
     model = skeleton(hf_config(config), DTYPES[precision], name)
     operations = operations_on_logits(model)
     model.to_empty(device="cpu")
-    if chunk:
-        model.chunked_loss = ChunkedLoss(model, chunk, operations)
+    setup = LossSetup(chunked=ChunkedLoss(model, chunk, operations) if chunk else None)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.02)
     for buffer in model.buffers():
@@ -71,7 +70,7 @@ def saved_bytes(
     with saved_by(model) as saved:
         batch = Batch(ids, ids.clone(), positions)
         _loss = forward(  # keeps it alive with all that it references
-            *(model, ids, batch.labels, positions), keywords=batch.keywords(attention, CPU)
+            *(model, ids, batch.labels, positions, setup), keywords=batch.keywords(attention, CPU)
         )
     return saved.bytes
 
@@ -257,7 +256,7 @@ def test_activation_peaks_in_training_and_evaluation(family: str, precision: str
 def test_peaks_of_a_part_of_the_vocabulary(alone: dist.ProcessGroup) -> None:
     run = replace(chunked("llama", "bf16"), divides_vocabulary=True)
     head = head_of(run, "llama")
-    head.model.vocabulary = Vocabulary(0, VOCAB, 2 * VOCAB, alone)
+    head.part = Vocabulary(0, VOCAB, 2 * VOCAB, alone)
     peaks_are_predicted(run, head)
 
 

@@ -14,9 +14,10 @@ from harness.estimate.activations import saved_for_backward
 from harness.estimate.inputs import BY_REFERENCE, WITH_KERNELS
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.world import STATE_KERNELS, World
-from harness.models import state_kernels
+from harness.models import state_kernels, tracing
+from harness.models.loss import PLAIN
 from harness.models.skeleton import hf_config, skeleton
-from harness.models.tracing import Request, shape_of, trace, trace_whole
+from harness.models.tracing import Request, shape_of, trace
 from harness.plan import memory
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
@@ -77,7 +78,9 @@ def test_each_kind_of_layer_is_traced_once(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, **MIXED[model_type]).to_dict()
     request = Request(config, None, "bf16", "sdpa", 1, 128)
     made = trace(request)
-    assert made.bytes == pytest.approx(trace_whole(request), rel=0.001)
+    with tracing._built(request) as model:
+        whole = tracing._saved(model, request, PLAIN, range(len(made.layers)))
+    assert made.bytes == pytest.approx(whole, rel=0.001)
     assert len({*made.layers}) > 1
     has_states = model_type in ("qwen3_next", "jamba")
     assert made.way == (BY_REFERENCE if has_states else "traced")

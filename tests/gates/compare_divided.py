@@ -40,7 +40,7 @@ from harness.layout.families import FAMILIES, SIZE_KEYS, family_of
 from harness.layout.grid import Grid, Share
 from harness.layout.shape import Shape
 from harness.layout.tensor import EXPERTS, TensorPlan, tensor_plan, whole_stream, without_sdpa
-from harness.models.loss import forward
+from harness.models.loss import PLAIN, LossSetup, forward
 from harness.models.skeleton import hf_config
 from harness.terminal import HelpFormatter
 from tools.made_with import versions
@@ -125,7 +125,7 @@ def _rank(family: str, rank: int, folder: Path) -> None:
 def _compare(family: str, rank: int, folder: Path) -> Row:
     try:
         config, model = tiny(family)
-        loss, gradients = _loss_and_gradients(model)
+        loss, gradients = _loss_and_gradients(model, PLAIN)
         model.zero_grad()
     except Exception as error:
         return Row(family, problem=f"no small model: {_in_a_line(error)}")
@@ -142,9 +142,9 @@ def _compare(family: str, rank: int, folder: Path) -> Row:
     assert group is not None
     shape = Shape.from_hf(config) if family in FAMILIES else None
     divides = not whole_stream(shape, SEQ_LEN, RANKS, 1, is_reversible=False)
-    residuals = divide_forward(model, plan, share, group, divides)
-    residuals.divide()
-    divided_loss, own = _loss_and_gradients(model)
+    divided = divide_forward(model, plan, share, group, divides)
+    divided.residuals.divide()
+    divided_loss, own = _loss_and_gradients(model, LossSetup(divided.vocabulary))
     by_rank = [Share(share.grid, place, share.cutters) for place in range(RANKS)]
     shapes = {name: tuple(gradient.shape) for name, gradient in gradients.items()}
     whole = dict(
@@ -186,10 +186,10 @@ def _cut(model: nn.Module, share: Share) -> None:
         model.get_submodule(owner)._parameters[attribute] = parts[id(parameter)]
 
 
-def _loss_and_gradients(model: Any) -> tuple[float, dict[str, torch.Tensor]]:
+def _loss_and_gradients(model: Any, setup: LossSetup) -> tuple[float, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(1)
     ids = torch.randint(0, VOCAB_SIZE, (2, SEQ_LEN + 1), generator=generator)
-    loss, balancing = forward(model, ids[:, :-1], ids[:, 1:].contiguous())
+    loss, balancing = forward(model, ids[:, :-1], ids[:, 1:].contiguous(), setup=setup)
     mean = loss / ids[:, 1:].numel() + (0 if balancing is None else balancing)
     mean.backward()
     gradients = {

@@ -237,10 +237,10 @@ def mark_all(module: Any, _: Any) -> None:
 def heads_undivided(divide: Any, world: World) -> Any:
     def divide_all_but_heads(model: Any, *rest: Any) -> Any:
         heads = [(m, m.num_heads) for m in model.modules() if hasattr(m, "num_heads")]
-        residuals = divide(model, *rest)
+        divided = divide(model, *rest)
         for attention, number in heads:
             attention.num_heads = number
-        return residuals
+        return divided
 
     return divide_all_but_heads
 

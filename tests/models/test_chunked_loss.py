@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from harness.layout.recompute import loss_chunk
 from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_logits
-from harness.models.loss import forward
+from harness.models.loss import PLAIN, LossSetup, forward
 from harness.models.skeleton import hf_config, skeleton
-from harness.models.token_losses import recording
+from harness.models.token_losses import Vocabulary, recording
 from tests.gates.hold import rise
 from tests.gates.models import LEARNED
 from tests.models import small
@@ -65,16 +65,16 @@ class HeadAlone:
         operations: Operations = (),
     ) -> None:
         self.head = nn.Linear(hidden, vocab, bias=False, device=device, dtype=dtype)
-        self.model: Any = nn.Module()
-        self.model.get_output_embeddings = lambda: self.head
-        self.loss = ChunkedLoss(self.model, chunk, operations)
+        model: Any = SimpleNamespace(get_output_embeddings=lambda: self.head)
+        self.part: Vocabulary | None = None
+        self.loss = ChunkedLoss(model, chunk, operations)
         self.hidden = torch.zeros(1, tokens, hidden, device=device, dtype=dtype)
         self.hidden.requires_grad_()
         self.labels = torch.zeros(1, tokens, dtype=torch.int64, device=device)
 
     def run(self, trains: bool = True) -> None:
         """Run the forward pass, and the backward pass."""
-        with self.loss.of(self.labels, 0.0), torch.set_grad_enabled(trains):
+        with self.loss.of(self.labels, 0.0, self.part), torch.set_grad_enabled(trains):
             output = self.head(self.hidden)
         loss = self.loss.taken(output)
         if trains:
@@ -90,21 +90,23 @@ FAMILIES: dict[str, Any] = {
 CHUNK = 48  # of 128: the last one is smaller
 
 
-def built(family: str, precision: str = "fp32", chunk: int = CHUNK) -> Any:
+def built(family: str, precision: str = "fp32", chunk: int = CHUNK) -> tuple[Any, LossSetup]:
     """Return a model with random weights and a chunked loss, unless `chunk` is 0."""
     model = small.built(FAMILIES[family], precision)
-    if chunk:
-        empty = skeleton(model.config, model.dtype, model.config._attn_implementation)
-        model.chunked_loss = ChunkedLoss(model, chunk, operations_on_logits(empty))
-    return model
+    if not chunk:
+        return model, PLAIN
+    empty = skeleton(model.config, model.dtype, model.config._attn_implementation)
+    return model, LossSetup(chunked=ChunkedLoss(model, chunk, operations_on_logits(empty)))
 
 
-def loss_and_gradients(model: Any, smoothing: float = 0.0) -> tuple[float, dict[str, torch.Tensor]]:
+def loss_and_gradients(
+    model: Any, setup: LossSetup, smoothing: float = 0.0
+) -> tuple[float, dict[str, torch.Tensor]]:
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
     labels[0, :5] = -100
     torch.manual_seed(1)  # a model may use dropout
-    loss, auxiliary = forward(model.train(), ids, labels, smoothing=smoothing)
+    loss, auxiliary = forward(model.train(), ids, labels, None, setup, smoothing)
     (loss / 59 + (0 if auxiliary is None else auxiliary)).backward()
     return float(loss.detach()), gradients_of(model)
 
@@ -123,8 +125,8 @@ CASES = rest_in_gate("models", [*SMOOTHED, *((family, 0.0) for family in FAMILIE
 
 @pytest.mark.parametrize(("family", "smoothing"), CASES)
 def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str, smoothing: float) -> None:
-    expected, theirs = loss_and_gradients(built(family, chunk=0), smoothing)
-    loss, ours = loss_and_gradients(built(family), smoothing)
+    expected, theirs = loss_and_gradients(*built(family, chunk=0), smoothing)
+    loss, ours = loss_and_gradients(*built(family), smoothing)
     assert loss == pytest.approx(expected, rel=1e-6)
     assert distance(ours, theirs) < 1e-5
 
@@ -132,7 +134,7 @@ def test_loss_and_gradients_are_those_of_all_logits_at_once(family: str, smoothi
 @pytest.mark.parametrize("family", rest_in_gate("models", FAMILIES, 2))
 def test_the_backward_pass_goes_through_the_models_output_first(family: str) -> None:
     """DeepSpeed clears the last micro-batch's gradients in a hook on it (BF16_Optimizer)."""
-    model, order = built(family), list[str]()
+    (model, setup), order = built(family), list[str]()
 
     def watch(_model: Any, _args: Any, outputs: Any) -> None:
         outputs.logits.register_hook(lambda gradient: order.append("output"))
@@ -140,59 +142,57 @@ def test_the_backward_pass_goes_through_the_models_output_first(family: str) -> 
     model.register_forward_hook(watch)
     for parameter in model.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: order.append("gradient"))
-    loss_and_gradients(model)
+    loss_and_gradients(model, setup)
     assert order[:2] == ["output", "gradient"]
     assert order.count("output") == 1
 
 
 @pytest.mark.parametrize("family", ["llama_tied", "gemma2", "granite", "phi"])
 def test_chunked_loss_in_bf16_is_as_accurate_as_whole_logits(family: str) -> None:
-    _, truth = loss_and_gradients(built(family, chunk=0))
-    expected, whole = loss_and_gradients(built(family, "bf16", chunk=0))
-    loss, chunked = loss_and_gradients(built(family, "bf16"))
+    _, truth = loss_and_gradients(*built(family, chunk=0))
+    expected, whole = loss_and_gradients(*built(family, "bf16", chunk=0))
+    loss, chunked = loss_and_gradients(*built(family, "bf16"))
     assert loss == pytest.approx(expected, rel=1e-4)
     assert distance(chunked, truth) < 1.2 * distance(whole, truth)
 
 
 def test_losses_are_recorded_by_source() -> None:
-    sources, sums = torch.tensor([1, 0]), torch.zeros(2, dtype=torch.float64)
-    with recording(sums, sources):
-        expected, _ = loss_and_gradients(built("llama", chunk=0))
-    expected_sums = sums.clone()
-    with recording(sums.zero_(), sources):
-        loss, _ = loss_and_gradients(built("llama"))
-    assert sums.tolist() == pytest.approx(expected_sums.tolist(), rel=1e-6)
-    assert float(sums.sum()) == pytest.approx(loss, rel=1e-6)
-    assert loss == pytest.approx(expected, rel=1e-6)
+    sums = torch.zeros(2, 2, dtype=torch.float64)
+    for chunk, own in zip((0, CHUNK), sums, strict=True):
+        with recording(own, torch.tensor([1, 0])):
+            loss, _ = loss_and_gradients(*built("llama", chunk=chunk))
+        assert float(own.sum()) == pytest.approx(loss, rel=1e-6)
+    assert sums[1].tolist() == pytest.approx(sums[0].tolist(), rel=1e-6)
 
 
 def test_a_weight_that_is_not_trained_has_no_gradient() -> None:
-    model = built("phi")
+    model, setup = built("phi")
     head: Any = model.get_output_embeddings()
     head.weight.requires_grad_(False)
-    _, gradients = loss_and_gradients(model)
+    _, gradients = loss_and_gradients(model, setup)
     assert "lm_head.weight" not in gradients
     assert float(gradients["lm_head.bias"].norm()) > 0
 
 
 def test_without_labels_the_model_has_all_its_logits() -> None:
     ids = torch.arange(8)[None]
-    model, plain = built("gemma2").eval(), built("gemma2", chunk=0).eval()
+    (model, setup), (plain, _) = built("gemma2"), built("gemma2", chunk=0)
     with torch.no_grad():
-        loss, _ = forward(model, ids, ids)
-        assert float(loss) == pytest.approx(float(forward(plain, ids, ids)[0]), rel=1e-6)
+        loss, _ = forward(model.eval(), ids, ids, setup=setup)
+        assert float(loss) == pytest.approx(float(forward(plain.eval(), ids, ids)[0]), rel=1e-6)
         assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
 
 
 def test_a_loss_that_the_model_fuses_has_priority() -> None:
     """As with model.kernels=liger: in training, its forward pass never calls the head."""
-    model, ids = built("llama"), torch.arange(8)[None]
+    (model, setup), ids = built("llama"), torch.arange(8)[None]
     fused = SimpleNamespace(logits=None, loss=torch.tensor(7.0))
     with mock.patch.object(model, "forward", return_value=fused):
-        assert float(forward(model.train(), ids, ids)[0]) == 7
+        assert float(forward(model.train(), ids, ids, setup=setup)[0]) == 7
     with torch.no_grad():  # it calls the head in evaluation
-        expected, _ = forward(built("llama", chunk=0).eval(), ids, ids)
-        assert float(forward(model.eval(), ids, ids)[0]) == pytest.approx(float(expected))
+        expected, _ = forward(built("llama", chunk=0)[0].eval(), ids, ids)
+        loss, _ = forward(model.eval(), ids, ids, setup=setup)
+        assert float(loss) == pytest.approx(float(expected))
 
 
 def operations_with(change: Any) -> Operations:

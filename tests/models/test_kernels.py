@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from harness.models.layer_changes import use_liger
-from harness.models.loss import forward
+from harness.models.loss import LossSetup, forward
 from harness.plan.layers import LIGER_FAMILIES
 from tests.gates.models import LEARNED
 from tests.models.small import built
@@ -26,7 +26,7 @@ def loss_and_gradients(config: dict[str, Any], liger: bool) -> tuple[float, list
     generator = torch.Generator().manual_seed(0)
     ids, labels = (torch.randint(0, 128, (2, 32), generator=generator) for _ in range(2))
     labels[0, :5] = -100
-    loss, _ = forward(model, ids.cuda(), labels.cuda())
+    loss, _ = forward(model, ids.cuda(), labels.cuda(), setup=LossSetup(fuses_loss=liger))
     (loss / 59 * 4096).backward()  # as the engine scales it
     return float(loss), [weight.grad for weight in model.parameters()]
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from harness.models.loss import forward
+from harness.models.loss import LossSetup, forward
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
 from harness.models.token_losses import is_recording, recording, token_losses
@@ -37,13 +37,12 @@ def test_padding_is_not_balanced() -> None:
     padded[:, 5:] = -100
     short_loss, short = forward(model, ids[:, :5], labels[:, :5], positions[:, :5])
     assert float(forward(model, ids, padded, positions)[1]) != pytest.approx(float(short), rel=1e-4)
-    model.gets_padding = True
-    loss, auxiliary = forward(model, ids, padded, positions)
+    loss, auxiliary = forward(model, ids, padded, positions, LossSetup(gets_padding=True))
     assert float(loss) == pytest.approx(float(short_loss), rel=1e-5)
     assert float(auxiliary) == pytest.approx(float(short), rel=1e-5)
     whole = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3]])
-    assert counted_tokens(model, whole).all()
-    assert counted_tokens(model, positions).tolist() == [[True] * 5 + [False] * 4]
+    assert counted_tokens(whole, True).all()
+    assert counted_tokens(positions, True).tolist() == [[True] * 5 + [False] * 4]
 
 
 def test_documents_do_not_see_each_other_where_positions_restart() -> None:
