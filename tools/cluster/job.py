@@ -129,7 +129,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         texts[name] = _SHELL.format(about=about, how=how.get(name, ""), command=command)
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
-    values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train"}
+    values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train", "RDMA": ""}
     texts["kubernetes.yaml"] = filled_in(values | {"ARGUMENTS": _files(f"{folder}/")})
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in texts.items():
