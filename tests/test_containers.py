@@ -1,5 +1,6 @@
 """Images and manifests for clusters: their content, and the results of their tools."""
 
+import contextlib
 import json
 import os
 import re
@@ -7,7 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -139,25 +140,28 @@ def clone_in(folder: Path, site: str, rank: str = "") -> Path:
     return folder / "clone"
 
 
-def pods_of(clone: Path, words: Sequence[str], nodes: int = 2, **variables: str) -> list[Any]:
+@contextlib.contextmanager
+def pods_of(
+    clone: Path, words: Sequence[str], nodes: int = 2, **variables: str
+) -> Iterator[list[Any]]:
     """Start the pods of a job, whose output is in the files 0 and 1 beside the clone."""
     job = {"NODES": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    started = []
-    for number in range(nodes):
-        with (clone.parent / str(number)).open("w") as out:
-            started.append(
-                subprocess.Popen(
-                    ["bash", clone / "slurm/node.sh", *words],
-                    env=environment(**job, NODE_RANK=str(number), **variables),
-                    stdout=out,
-                    stderr=subprocess.STDOUT,
-                )
-            )
-    return started
+    with contextlib.ExitStack() as stack:
+        pods = list[Any]()
+        for number in range(nodes):
+            variables["NODE_RANK"] = str(number)
+            out = stack.enter_context((clone.parent / str(number)).open("w"))
+            how: dict[str, Any] = {"stdout": out, "stderr": subprocess.STDOUT}
+            command = ["bash", str(clone / "slurm/node.sh"), *words]
+            pods.append(subprocess.Popen(command, env=environment(**job, **variables), **how))
+            stack.callback(pods[-1].kill)
+        yield pods
 
 
-def codes_of(pods: list[Any]) -> list[int]:
-    return [pod.wait(300) for pod in pods]
+def codes_of(clone: Path, words: Sequence[str], nodes: int = 2, **variables: str) -> list[int]:
+    """Return the codes with which the pods of a job end."""
+    with pods_of(clone, words, nodes, **variables) as pods:
+        return [pod.wait(400) for pod in pods]
 
 
 # The code of a job, those of each pod's ranks, and the record.
@@ -174,17 +178,17 @@ def test_a_pod_ends_with_the_code_of_its_run(
 ) -> None:
     clone = clone_in(tmp_path, "export CPU_RANKS_PER_NODE=2", RANK)
     ends = {"ENDS": json.dumps([ranks, recorded]), "ATTEMPT": "1"}
-    assert codes_of(pods_of(clone, [f"run.dir={tmp_path / 'run'}"], **ends)) == [code, code]
+    assert codes_of(clone, [f"run.dir={tmp_path / 'run'}"], **ends) == [code, code]
 
 
 def test_a_pod_gives_up_without_progress(tmp_path: Path) -> None:
     clone, ends = clone_in(tmp_path, "PREFLIGHT=0", RANK), {"ENDS": "[[75], 75]"}
     words, codes = [f"run.dir={tmp_path / 'run'}"], list[int]()
     for attempt in range(1, 5):
-        codes += codes_of(pods_of(clone, words, 1, ATTEMPT=str(attempt), RETRY_PLUS="128", **ends))
+        codes += codes_of(clone, words, 1, ATTEMPT=str(attempt), RETRY_PLUS="128", **ends)
     assert codes == [203, 203, 203, 2]  # Kubeflow starts a pod again from 128 on
     assert "ended 4 times without progress" in (tmp_path / "0").read_text()
-    assert codes_of(pods_of(clone, [], 1)) == [2]
+    assert codes_of(clone, [], 1) == [2]
     assert "set run.dir" in (tmp_path / "0").read_text()
 
 
@@ -213,15 +217,13 @@ def test_pods_of_real_ranks_end_with_the_runs_code(
     run, own = RunFolder(tmp_path / "run"), [word for word in REAL[code] if isinstance(word, str)]
     words = [*SMALL_MODEL, *SHORT_RUN, *data, *own, f"run.dir={run.path}"]
     words = [word.format(folder=tmp_path) for word in words]
-    pods = pods_of(clone, words, STRAGGLER_S="10")
-    for sent in REAL[code][len(own) :]:
-        wait_for(lambda: len(run.read_metrics()) > 5, "the first steps", 120)
-        if sent == signal.SIGTERM:
-            pods[0].send_signal(sent)
-        else:
-            rank = psutil.Process(pods[1].pid).children()[0]
-            rank.send_signal(sent)
-    assert codes_of(pods) == [code, code], (tmp_path / "0").read_text()
+    with pods_of(clone, words, STRAGGLER_S="10") as pods:
+        for sent in REAL[code][len(own) :]:
+            wait_for(lambda: len(run.read_metrics()) > 5, "the first steps", 300)
+            own_rank = psutil.Process(pods[1].pid).children()[0]
+            (pods[0] if sent == signal.SIGTERM else own_rank).send_signal(sent)
+        codes = [pod.wait(400) for pod in pods]
+    assert codes == [code, code], (tmp_path / "0").read_text()
     if code not in (2, 77):
         assert (run.read_status() or {})["code"] == code
 

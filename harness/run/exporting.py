@@ -1,7 +1,9 @@
 """Exports a checkpoint as a Hugging Face model and checks the loss of the export."""
 
+import json
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +123,8 @@ def export(
             own = opened_as_trained(unfinished, dtype=DTYPES[dtype], local_files_only=True)
             return own or opened(unfinished, DTYPES[dtype], options.trust_remote_code)
 
-        return "; ".join([*removed, *notes, _checked(checkpoint, model_there, dtype, options)])
+        checked = _checked(checkpoint, model_there, dtype, options)
+        return "; ".join([*removed, *notes, checked, *_serving(folder, unfinished)])
 
 
 def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -211,7 +214,8 @@ def _export_adapters(
             notes += _put_code(unfinished, whole, attention, manifest.model_config)
             notes += _put_companions(tokenizer, unfinished)
             notes += _read_by_others(unfinished, options)
-            return "; ".join([*notes, _checked(checkpoint, lambda: whole, dtype, options)])
+            checked = _checked(checkpoint, lambda: whole, dtype, options)
+            return "; ".join([*notes, checked, *_serving(folder, unfinished)])
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
         base = manifest.adapters["base_model_name_or_path"]
@@ -220,7 +224,39 @@ def _export_adapters(
         first = f", after resize_token_embeddings({rows})" if rows else ""
         kind = f", with {attention['kind']} attention" if attention else ""
         checked = _checked(checkpoint, model, dtype, options)
-        return f"adapters of {base}{quantized}{first}{kind}; {checked}"
+        serving = _serving_adapters(checkpoint, folder, bool(rows or attention))
+        return f"adapters of {base}{quantized}{first}{kind}; {checked}; {serving}"
+
+
+def _serving(folder: Path, unfinished: Path) -> list[str]:
+    """Return vLLM's command for a whole model, which will be in `folder`, as a note; none if the
+    model needs code of its own.
+    """
+    config = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
+    return [] if "auto_map" in config else [f"serve it with vllm serve {shlex.quote(str(folder))}"]
+
+
+_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
+"""The values of vLLM's --max-lora-rank that every version has."""
+
+
+def _serving_adapters(checkpoint: Checkpoint, folder: Path, is_changed: bool) -> str:
+    """Return vLLM's command for adapters; for those that it does not open, how to merge them.
+    `is_changed`: their base model is not that of its files.
+    """
+    manifest = checkpoint.manifest
+    adapters = manifest.adapters
+    most = next((rank for rank in _VLLM_RANKS if rank >= adapters["r"]), None)
+    kinds = (adapters.get("use_dora"), adapters.get("modules_to_save"), manifest.quantization)
+    if most is None or is_changed or any(kinds):
+        run = shlex.quote(str(checkpoint.path.parents[1]))
+        return f"to serve it, merge it first: python tools/export_hf.py {run} --merge"
+    base = shlex.quote(adapters["base_model_name_or_path"])
+    module = shlex.quote(f"tuned={folder.absolute()}")
+    return (
+        f"serve it with vllm serve {base} --enable-lora --max-lora-rank {most} "
+        f"--lora-modules {module}"
+    )
 
 
 def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
