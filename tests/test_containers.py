@@ -27,20 +27,12 @@ from tests.real_runs import (
     write_corpus,
 )
 from tests.run_tools import run_tool
-from tests.tiers import rest_in_gate
 from tools.batch_job import FINAL
 from tools.cluster.job import filled_in
 
 FOLDER = REPOSITORY / "slurm/containers"
-VALUES = {
-    "NAME": "train",
-    "NODES": "2",
-    "WORKERS": "1",
-    "GPUS": "8",
-    "ARGUMENTS": "a=1 b=2",
-    "RDMA": "",
-}
-RDMA = "rdma/hca_shared_devices_a"
+RDMA = {"RDMA": "rdma/hca_shared_devices_a: 2"}
+VALUES = {"NAME": "train", "NODES": "2", "WORKERS": "1", "GPUS": "8", "ARGUMENTS": "a=1 b=2"} | RDMA
 
 
 def test_docker_image_and_apptainer_definition_agree() -> None:
@@ -60,136 +52,101 @@ def test_docker_image_and_apptainer_definition_agree() -> None:
         subprocess.run([linter, FOLDER / "Dockerfile"], check=True)
 
 
-def replicas_of(values: dict[str, str]) -> Any:
-    """Return the replicas of Kubeflow's manifest, filled in."""
+def test_pods_of_both_kinds_start_the_same_command() -> None:
+    service, job = yaml.safe_load_all(filled_in(VALUES))
     text = (FOLDER / "pytorchjob.yaml").read_text()
-    for name, value in values.items():
+    for name, value in VALUES.items():
         text = text.replace(f"${{{name}}}", value)
     assert "${" not in text
-    return yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]
-
-
-def test_pods_of_both_kinds_start_the_same_command() -> None:
-    values = VALUES | {"RDMA": f"{RDMA}: 2"}
-    service, job = yaml.safe_load_all(filled_in(values))
-    replicas = replicas_of(values)
+    replicas = yaml.safe_load(text)["spec"]["pytorchReplicaSpecs"]
     assert replicas["Worker"]["template"] == replicas["Master"]["template"]
     (indexed,) = job["spec"]["template"]["spec"]["containers"]
     (kubeflow,) = replicas["Master"]["template"]["spec"]["containers"]
     for pod in (indexed, kubeflow):
         words = pod["args"][0].split()
         assert words[1:] == ["exec", "bash", "slurm/node.sh", "a=1", "b=2", "run.dir=runs/train"]
-        assert pod["resources"] == {"limits": {"nvidia.com/gpu": 8, RDMA: 2}}
-        assert {"name": "NODES", "value": "2"} in pod["env"]
-        assert {"name": "GPUS", "value": "8"} in pod["env"]
+        limits = {"nvidia.com/gpu": 8, "rdma/hca_shared_devices_a": 2}
+        assert pod["resources"] == {"limits": limits}
+        sizes = [{"name": "NODES", "value": "2"}, {"name": "GPUS", "value": "8"}]
+        assert pod["env"][:2] == sizes
     assert service["spec"]["selector"] == {"job-name": job["metadata"]["name"]}
     assert job["spec"]["template"]["spec"]["subdomain"] == service["metadata"]["name"]
-
-
-def test_manifests_match_the_schema_of_kubernetes() -> None:
-    """The schemas of Kubeflow are not among them, but its pods are Kubernetes'."""
-    schemas = pytest.importorskip("kubernetes_validate")
-    template = replicas_of(VALUES)["Master"]["template"]
-    kubeflow = {"apiVersion": "v1", "kind": "PodTemplate", "template": template}
-    for manifest in (*yaml.safe_load_all(filled_in(VALUES)), kubeflow):
-        schemas.validate(manifest, schemas.latest_version(), strict=True)
-
-
-def test_a_job_ends_or_goes_on_by_the_code_of_its_run() -> None:
-    _, job = yaml.safe_load_all(filled_in(VALUES))
     fails, goes_on, _ = job["spec"]["podFailurePolicy"]["rules"]
     assert fails["action"] == "FailJob"
     assert {0, *fails["onExitCodes"]["values"]} == FINAL
     assert (goes_on["action"], goes_on["onExitCodes"]["values"]) == ("Ignore", [75, 78])
+    schemas = pytest.importorskip("kubernetes_validate")
+    template = {"apiVersion": "v1", "kind": "PodTemplate", **replicas["Master"]}
+    del template["replicas"], template["restartPolicy"]  # Kubeflow's own schema is not there
+    for manifest in (*yaml.safe_load_all(filled_in(VALUES | {"RDMA": ""})), job, template):
+        schemas.validate(manifest, schemas.latest_version(), strict=True)
 
 
-# A rank that leaves a record (rank 0) or waits for it, and ends with a code.
+# Ranks whose codes and record are the words before run.dir.
 RANK = """\
-import json, os, pathlib, sys, time
-if "preflight" in sys.argv[0]:
-    os._exit(0)
-codes, recorded = json.loads(os.environ["ENDS"])
-run = pathlib.Path(sys.argv[-1].removeprefix("run.dir="))
+import json, os, pathlib, sys
+codes, record, run = json.loads(sys.argv[-3]), sys.argv[-2], pathlib.Path(sys.argv[-1][8:])
 run.mkdir(exist_ok=True)
 if os.environ["RANK"] == "0":
-    attempt = int(os.environ["ATTEMPT"])
-    record = {"attempt": attempt, "code": recorded, "step": 3}
-    (run / "status.json").write_text("" if recorded is None else json.dumps(record))
-    (run / f"ended-{attempt}").touch()
-while not (run / f"ended-{os.environ['ATTEMPT']}").exists():
-    time.sleep(0.1)
-os._exit(codes[int(os.environ["LOCAL_RANK"])])
+    (run / "status.json").write_text(record)
+os._exit(codes[int(os.environ["RANK"])])
 """
 
 
-def clone_in(folder: Path, site: str, rank: str = "") -> Path:
-    """Return a clone whose site.env ends with `site`; `rank` is what its ranks run instead."""
-    (folder / "clone/slurm").mkdir(parents=True)
-    (folder / "clone/slurm/node.sh").symlink_to(REPOSITORY / "slurm/node.sh")
+def clone_in(folder: Path, site: str = "", train: str = "") -> Path:
+    """Return a clone whose site.env ends with `site`; `train` replaces train.py."""
+    clone = folder / "clone"
+    (clone / "slurm").mkdir(parents=True)
+    (clone / "slurm/node.sh").symlink_to(REPOSITORY / "slurm/node.sh")
     path = f"export PATH={Path(sys.executable).parent}:$PATH"
-    (folder / "clone/slurm/site.env").write_text(f"{path}\n{site}\n")
-    for room in ("harness", "tools"):
-        if not rank:
-            (folder / "clone" / room).symlink_to(REPOSITORY / room)
-            continue
-        (folder / "clone" / room).mkdir()
-        script = "train" if room == "harness" else "preflight"
-        (folder / "clone" / room / f"{script}.py").write_text(rank)
-    if rank:
-        (folder / "clone/tools/batch_job.py").symlink_to(REPOSITORY / "tools/batch_job.py")
-    return folder / "clone"
+    (clone / "slurm/site.env").write_text(f"{path}\n{site}\n")
+    (clone / "tools").symlink_to(REPOSITORY / "tools")
+    if train:
+        (clone / "harness").mkdir()
+        (clone / "harness/train.py").write_text(train)
+    else:
+        (clone / "harness").symlink_to(REPOSITORY / "harness")
+    return clone
 
 
 @contextlib.contextmanager
-def pods_of(
-    clone: Path, words: Sequence[str], nodes: int = 2, **variables: str
+def nodes_of(
+    script: Path, words: Sequence[str], nodes: int = 2, **variables: str
 ) -> Iterator[list[Any]]:
-    """Start the pods of a job, whose output is in the files 0 and 1 beside the clone."""
-    job = {"NODES": str(nodes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    with contextlib.ExitStack() as stack:
-        pods = list[Any]()
-        for number in range(nodes):
-            variables["NODE_RANK"] = str(number)
-            out = stack.enter_context((clone.parent / str(number)).open("w"))
-            how: dict[str, Any] = {"stdout": out, "stderr": subprocess.STDOUT}
-            command = ["bash", str(clone / "slurm/node.sh"), *words]
-            pods.append(subprocess.Popen(command, env=environment(**job, **variables), **how))
-            stack.callback(pods[-1].kill)
-        yield pods
+    """Start a script on nodes that write to the files 0 and 1 where it lies; end what is left."""
+    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "NODES": str(nodes)}
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    started = []
+    for number in range(nodes):
+        here = environment(PATH=path, **job, **variables, NODE_RANK=str(number))
+        with (script.parent / str(number)).open("w") as out:
+            how: dict[str, Any] = {"stdout": out, "stderr": out, "start_new_session": True}
+            started.append(
+                subprocess.Popen(["bash", script, *words], cwd=REPOSITORY, env=here, **how)
+            )
+    try:
+        yield started
+    finally:
+        for node in started:
+            with contextlib.suppress(ProcessLookupError):  # its ranks have ended, too
+                os.killpg(node.pid, signal.SIGKILL)
 
 
-def codes_of(clone: Path, words: Sequence[str], nodes: int = 2, **variables: str) -> list[int]:
-    """Return the codes with which the pods of a job end."""
-    with pods_of(clone, words, nodes, **variables) as pods:
-        return [pod.wait(400) for pod in pods]
-
-
-# The code of a job, those of each pod's ranks, and the record.
-ENDS = [
-    *((76, [1, 137], 76), (78, [137, 78], 78), (137, [137, 1], None)),
-    *((0, [0, 0], 0), (2, [2, 1], None), (74, [74, 1], 74), (75, [75, 75], 75)),
-    *((77, [77, 77], 77), (1, [1, 1], 1)),
-]
-
-
-@pytest.mark.parametrize(("code", "ranks", "recorded"), rest_in_gate("slurm", ENDS, 2))
-def test_a_pod_ends_with_the_code_of_its_run(
-    code: int, ranks: list[int], recorded: int | None, tmp_path: Path
-) -> None:
-    clone = clone_in(tmp_path, "export CPU_RANKS_PER_NODE=2", RANK)
-    ends = {"ENDS": json.dumps([ranks, recorded]), "ATTEMPT": "1"}
-    assert codes_of(clone, [f"run.dir={tmp_path / 'run'}"], **ends) == [code, code]
-
-
-def test_a_pod_gives_up_without_progress(tmp_path: Path) -> None:
-    clone, ends = clone_in(tmp_path, "PREFLIGHT=0", RANK), {"ENDS": "[[75], 75]"}
-    words, codes = [f"run.dir={tmp_path / 'run'}"], list[int]()
-    for attempt in range(1, 5):
-        codes += codes_of(clone, words, 1, ATTEMPT=str(attempt), RETRY_PLUS="128", **ends)
-    assert codes == [203, 203, 203, 2]  # Kubeflow starts a pod again from 128 on
-    assert "ended 4 times without progress" in (tmp_path / "0").read_text()
-    assert codes_of(clone, [], 1) == [2]
-    assert "set run.dir" in (tmp_path / "0").read_text()
+def test_a_pod_ends_with_the_code_of_its_run_or_gives_up(tmp_path: Path) -> None:
+    script = clone_in(tmp_path, "export CPU_RANKS_PER_NODE=2 PREFLIGHT=0", RANK) / "slurm/node.sh"
+    ends = [
+        *(([1, 137], 76, 76), ([137, 78], 78, 206), ([137, 1], None, 137), ([2, 1], None, 2)),
+        *(([0, 0], 0, 0), ([75, 75], 75, 203), ([1, 1], 1, 2)),  # the fourth without a checkpoint
+    ]
+    for attempt, (codes, recorded, expected) in enumerate(ends, 1):
+        record = json.dumps({"attempt": attempt, "code": recorded, "step": 3})
+        words = [json.dumps(codes), record, f"run.dir={tmp_path / 'run'}"]
+        with nodes_of(script, words, 1, RETRY_PLUS="128") as (pod,):
+            assert pod.wait(100) == expected, (script.parent / "0").read_text()
+    assert "ended 4 times without progress" in (script.parent / "0").read_text()
+    with nodes_of(script, [], 1) as (pod,):
+        assert pod.wait(100) == 2
+    assert "set run.dir" in (script.parent / "0").read_text()
 
 
 # What real ranks are given so that they end with a code; a signal reaches the first pod's.
@@ -211,19 +168,18 @@ def test_pods_of_real_ranks_end_with_the_runs_code(
     code: int, data: list[str], tmp_path: Path
 ) -> None:
     limit = "ulimit -f 100" if code == 74 else ""  # in KiB: less than a checkpoint
-    preflight = f"export PREFLIGHT={int(code == 2)}"
-    clone = clone_in(tmp_path, f"{preflight}\n{limit}")
+    script = clone_in(tmp_path, f"export PREFLIGHT={int(code == 2)}\n{limit}") / "slurm/node.sh"
     (tmp_path / "before/checkpoints/step-00000001").mkdir(parents=True)
     run, own = RunFolder(tmp_path / "run"), [word for word in REAL[code] if isinstance(word, str)]
     words = [*SMALL_MODEL, *SHORT_RUN, *data, *own, f"run.dir={run.path}"]
     words = [word.format(folder=tmp_path) for word in words]
-    with pods_of(clone, words, STRAGGLER_S="10") as pods:
+    with nodes_of(script, words, STRAGGLER_S="10") as pods:
         for sent in REAL[code][len(own) :]:
             wait_for(lambda: len(run.read_metrics()) > 5, "the first steps", 300)
-            own_rank = psutil.Process(pods[1].pid).children()[0]
-            (pods[0] if sent == signal.SIGTERM else own_rank).send_signal(sent)
+            rank = psutil.Process(pods[1].pid).children()[0]
+            (pods[0] if sent == signal.SIGTERM else rank).send_signal(sent)
         codes = [pod.wait(400) for pod in pods]
-    assert codes == [code, code], (tmp_path / "0").read_text()
+    assert codes == [code, code], (script.parent / "0").read_text()
     if code not in (2, 77):
         assert (run.read_status() or {})["code"] == code
 
@@ -249,16 +205,6 @@ def test_two_nodes_meet_by_torchrun_as_it_is_written(tmp_path: Path) -> None:
     )
     corpus, run = write_corpus(tmp_path / "corpus"), tmp_path / "run"
     words = (f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={run}")
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    here = {**os.environ, "PATH": path, "DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"}
-    here |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29541"}
-    nodes = [
-        subprocess.Popen(
-            ["bash", tmp_path / "torchrun.sh", *words],
-            cwd=REPOSITORY,
-            env=here | {"NODE_RANK": str(rank)},
-        )
-        for rank in range(2)
-    ]
-    assert [node.wait(600) for node in nodes] == [0, 0]
+    with nodes_of(tmp_path / "torchrun.sh", words) as nodes:
+        assert [node.wait(600) for node in nodes] == [0, 0]
     assert len((run / "metrics.jsonl").read_text().splitlines()) >= 2

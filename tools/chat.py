@@ -139,14 +139,6 @@ class Speaker:
         )["input_ids"]
 
 
-def _tools_in(path: Path) -> list[dict[str, Any]] | None:
-    """Return the tools in a file, as data has them. Raises ConfigError."""
-    try:
-        return tools_of(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"--tools {path}: {error}") from error
-
-
 def end_of_turn(tokenizer: Any) -> str:
     """Return the text that a chat template writes after an answer, such as <|im_end|>; "" if it
     writes none or there is no template.
@@ -185,10 +177,12 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
 
     plan = RunFolder(arguments.run).read_plan() or {}
     values = dict(plan.get("run", {}).get("data", {}).get("template_values", {}))
-    names = plan.get("data", {}).get("tools", [])
     if arguments.tools:
-        values["tools"] = _tools_in(arguments.tools)
-    elif names:
+        try:
+            values["tools"] = tools_of(arguments.tools.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tools {arguments.tools}: {error}") from error
+    elif names := plan.get("data", {}).get("tools"):
         say(f"trained with tools ({listed(names)}), and asked without: --tools FILE", sys.stderr)
     remote = arguments.trust_remote_code
     tokenizer = load_tokenizer(folder, trust_remote_code=remote)

@@ -123,8 +123,8 @@ def export(
             own = opened_as_trained(unfinished, dtype=DTYPES[dtype], local_files_only=True)
             return own or opened(unfinished, DTYPES[dtype], options.trust_remote_code)
 
-        checked = _checked(checkpoint, model_there, dtype, options)
-        return "; ".join([*removed, *notes, checked, *_serving(folder, unfinished)])
+        notes.append(_checked(checkpoint, model_there, dtype, options))
+        return "; ".join([*removed, *notes]) + _serving(checkpoint, folder, unfinished, False)
 
 
 def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -214,8 +214,8 @@ def _export_adapters(
             notes += _put_code(unfinished, whole, attention, manifest.model_config)
             notes += _put_companions(tokenizer, unfinished)
             notes += _read_by_others(unfinished, options)
-            checked = _checked(checkpoint, lambda: whole, dtype, options)
-            return "; ".join([*notes, checked, *_serving(folder, unfinished)])
+            notes.append(_checked(checkpoint, lambda: whole, dtype, options))
+            return "; ".join(notes) + _serving(checkpoint, folder, unfinished, False)
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
         base = manifest.adapters["base_model_name_or_path"]
@@ -224,39 +224,30 @@ def _export_adapters(
         first = f", after resize_token_embeddings({rows})" if rows else ""
         kind = f", with {attention['kind']} attention" if attention else ""
         checked = _checked(checkpoint, model, dtype, options)
-        serving = _serving_adapters(checkpoint, folder, bool(rows or attention))
-        return f"adapters of {base}{quantized}{first}{kind}; {checked}; {serving}"
+        serving = _serving(checkpoint, folder, unfinished, bool(rows or attention))
+        return f"adapters of {base}{quantized}{first}{kind}; {checked}{serving}"
 
 
-def _serving(folder: Path, unfinished: Path) -> list[str]:
-    """Return vLLM's command for a whole model, which will be in `folder`, as a note; none if the
-    model needs code of its own.
+_MOST_RANK = 512
+"""vLLM's largest --max-lora-rank; all are powers of two."""
+
+
+def _serving(checkpoint: Checkpoint, folder: Path, unfinished: Path, other_base: bool) -> str:
+    """Return how to serve an export with vLLM, once it is in `folder`, if need be merged;
+    `other_base`: its adapters were trained on another model than that of the files.
     """
-    config = json.loads((unfinished / "config.json").read_text(encoding="utf-8"))
-    return [] if "auto_map" in config else [f"serve it with vllm serve {shlex.quote(str(folder))}"]
-
-
-_VLLM_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The values of vLLM's --max-lora-rank that every version has."""
-
-
-def _serving_adapters(checkpoint: Checkpoint, folder: Path, is_changed: bool) -> str:
-    """Return vLLM's command for adapters; for those that it does not open, how to merge them.
-    `is_changed`: their base model is not that of its files.
-    """
-    manifest = checkpoint.manifest
-    adapters = manifest.adapters
-    most = next((rank for rank in _VLLM_RANKS if rank >= adapters["r"]), None)
+    manifest, adapters = checkpoint.manifest, checkpoint.manifest.adapters
+    if (config := unfinished / "config.json").is_file():
+        own = "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+        return "" if own else f"; serve it with vllm serve {shlex.quote(str(folder))}"
+    most = max(8, 1 << (adapters["r"] - 1).bit_length())
     kinds = (adapters.get("use_dora"), adapters.get("modules_to_save"), manifest.quantization)
-    if most is None or is_changed or any(kinds):
+    if most > _MOST_RANK or other_base or any(kinds):
         run = shlex.quote(str(checkpoint.path.parents[1]))
-        return f"to serve it, merge it first: python tools/export_hf.py {run} --merge"
-    base = shlex.quote(adapters["base_model_name_or_path"])
-    module = shlex.quote(f"tuned={folder.absolute()}")
-    return (
-        f"serve it with vllm serve {base} --enable-lora --max-lora-rank {most} "
-        f"--lora-modules {module}"
-    )
+        return f"; to serve it, merge it first: python tools/export_hf.py {run} --merge"
+    base, module = adapters["base_model_name_or_path"], f"tuned={folder.absolute()}"
+    options = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", module]
+    return f"; serve it with {shlex.join(['vllm', 'serve', base, *options])}"
 
 
 def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:
