@@ -29,8 +29,13 @@ fi
 warned='' pids=()
 trap 'warned=1; ((${#pids[@]} == 0)) || kill -TERM "${pids[@]}" 2>/dev/null' TERM INT USR1
 
+# Has rank 0, which may be on another node, recorded that this attempt ended?
+is_over() {
+  grep -q '"code": [0-9]' "$run_dir/status.json" && ! grep -q "\"attempt\": ${attempt_before:-0}," "$run_dir/status.json"
+} 2>/dev/null
+
 # Starts a rank for every GPU; the highest exit code of this node's is in $code. Ranks that wait for one that is gone
-# would wait for ever: they are killed so many seconds after the first of them. Not at once: their own codes say why.
+# would wait for ever: they are killed so many seconds after the first of all. Not at once: their own codes say why.
 on_all_ranks() { # SECONDS PORT SCRIPT [ARGUMENT...]
   local wait_s=$1 rank own end=''
   export WORLD_SIZE=$((nodes * ranks)) LOCAL_WORLD_SIZE=$ranks MASTER_PORT=$2
@@ -53,6 +58,7 @@ on_all_ranks() { # SECONDS PORT SCRIPT [ARGUMENT...]
       unset "pids[rank]"
       end=${end:-$((SECONDS + wait_s))}
     done
+    [[ $end ]] || ! is_over || end=$((SECONDS + wait_s))
     [[ ! $end ]] || ((SECONDS < end || ${#pids[@]} == 0)) || kill -KILL "${pids[@]}"
   done
 }
