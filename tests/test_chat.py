@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from harness.data.tokenizer_files import SpecialIds
+from harness.errors import ConfigError
 from harness.models.skeleton import hf_config
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
@@ -43,14 +44,27 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
     assert "<|im_end|>" not in answers
 
 
-def test_a_run_is_asked_with_its_template_values(exported: Path, tmp_path: Path) -> None:
+def test_a_run_is_asked_with_its_template_values_and_tools(
+    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     shutil.copytree(exported, RunFolder(tmp_path).export_dir)
-    (RunFolder(tmp_path).export_dir / "chat_template.jinja").write_text("{{ mood }} {{ messages }}")
-    values = {"run": {"data": {"template_values": {"mood": "glad"}}}}
-    RunFolder(tmp_path).plan_path.write_text(json.dumps(values))
-    (speaker,) = _speakers(_parser().parse_args([str(tmp_path)]))
-    speaker.turns.append({"role": "user", "content": "hi"})
-    assert speaker.tokenizer.decode(speaker._ids("hi")[0]).startswith("glad [")
+    template = "{{ mood }} {{ tools|length if tools }} {{ messages }}"
+    (RunFolder(tmp_path).export_dir / "chat_template.jinja").write_text(template)
+    plan = {"run": {"data": {"template_values": {"mood": "glad"}}}, "data": {"tools": ["add"]}}
+    RunFolder(tmp_path).plan_path.write_text(json.dumps(plan))
+    (tmp_path / "tools.json").write_text('[{"name": "add", "parameters": {}}]')
+    for words, begins, is_told in (
+        (["--tools", str(tmp_path / "tools.json")], "glad 1 [", False),
+        ([], "glad  [", True),
+    ):
+        (speaker,) = _speakers(_parser().parse_args([str(tmp_path), *words]))
+        speaker.turns.append({"role": "user", "content": "hi"})
+        assert speaker.tokenizer.decode(speaker._ids("hi")[0]).startswith(begins)
+        assert ("trained with tools (add)" in capsys.readouterr().err) == is_told
+    (tmp_path / "tools.json").write_text("[1]")
+    words = [str(tmp_path), "--tools", str(tmp_path / "tools.json")]
+    with pytest.raises(ConfigError, match="tools must be an array of objects"):
+        _speakers(_parser().parse_args(words))
 
 
 @pytest.mark.parametrize("special", [True, False])

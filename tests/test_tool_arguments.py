@@ -41,6 +41,7 @@ LIGHT = {
     "plan": PLAN,
     "estimate": f"from tools.estimate_memory import main; main({LARGE})",
     "layout": f"from tools.show_layout import main; main({[*LARGE, 'ds.pipeline.stages=2']})",
+    "batch_job": "import tools.batch_job",
     "tokenize": "from tools.tokenize_data import main; main(['--workers=0'])",
 }
 

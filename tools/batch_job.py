@@ -1,4 +1,4 @@
-"""Answer the questions of slurm/train.sbatch, without importing torch.
+"""Answer the questions of slurm/train.sbatch and slurm/node.sh, without importing torch.
 
     python tools/batch_job.py run-dir --config my.toml model.name=llama-1b
     python tools/batch_job.py port
@@ -7,9 +7,9 @@
 
 run-dir: the run folder that the arguments of harness/train.py set; an empty line if neither the
 command line nor the run config sets one. port: a rendezvous port for ranks, the first of which
-runs on this node. attempt: how many times the run was started. verdict: what to do after srun ended
-with that code, for a run started that many times before; prints "requeue" or an empty line, and
-ends with the job's exit code.
+runs on this node. attempt: how many times the run was started. verdict: what to do after the
+ranks ended with that code, for a run started that many times before; prints "requeue" or an empty
+line, and ends with the job's exit code.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from harness.config.assignments import assign_all
 from harness.config.run_file import read_toml
 from harness.errors import ConfigError, ExitCode
 from harness.files.paths import user_path
-from harness.guard.stop_request import slurm_seconds_left
+from harness.guard.time_left import slurm_seconds_left
 from harness.layout.world import free_port, slurm_port
 from harness.plan.command import DS_PREFIX, Command, parse_command
 from harness.runfolder import RunFolder
@@ -60,6 +60,7 @@ def main(argv: list[str]) -> int:
     verdict.add_argument("run", type=RunFolder)
     verdict.add_argument("attempt_before", type=int)
     verdict.add_argument("--warned", action="store_true", help="the job is about to be stopped")
+    verdict.add_argument("--uncounted", action="store_true", help="another node counts this end")
     args, words = parser.parse_known_args(argv)
     if args.question == "run-dir":
         print(run_dir(parse_command(words)))
@@ -111,7 +112,7 @@ def _verdict(args: argparse.Namespace) -> int:
     # A warning long before the time limit (pre-emption, scancel) says nothing about the run. If the
     # limit is unknown, it counts: a run that never saves in time must end.
     left_s = slurm_seconds_left() if args.warned else None
-    counts = left_s is None or left_s <= LATE_S
+    counts = not args.uncounted and (left_s is None or left_s <= LATE_S)
     is_pruned = (args.run.path / PRUNED).exists()
     again = code not in FINAL and not is_pruned and not (counts and is_stuck(args.run.path, newest))
     print("requeue" if again else "")
@@ -119,9 +120,8 @@ def _verdict(args: argparse.Namespace) -> int:
 
 
 def final_code(program: str, code: int, run: RunFolder, attempt_before: int, warned: bool) -> int:
-    """Return the job's exit code. `code` is srun's: the highest of all ranks, in which a killed
-    rank hides the others. `warned`: the ranks were told to stop, possibly before they handled
-    signals.
+    """Return the job's exit code. `code` is the highest of all ranks, in which a killed rank hides
+    the others. `warned`: the ranks were told to stop, possibly before they handled signals.
     """
     if program == "preflight.py":
         if warned:
@@ -145,7 +145,8 @@ def is_stuck(folder: Path, newest: str) -> bool:
     """Count an end of this job after its `newest` checkpoint; return True after more than
     MOST_REQUEUES of them. The count restarts with a newer checkpoint and in another job.
     """
-    ending = f"job {os.environ.get('SLURM_JOB_ID')} after {newest}"
+    job = os.environ.get("SLURM_JOB_ID", os.environ.get("JOB_UID"))
+    ending = f"job {job} after {newest}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / "endings").open("a+", encoding="utf-8") as file:

@@ -2,6 +2,7 @@
 
     python tools/chat.py runs/NAME
     python tools/chat.py runs/NAME --before --prompt "What is 3 plus 4?"
+    python tools/chat.py runs/NAME --tools tools.json   # whose calls the model was trained to write
 
 The tokenizer's chat template formats the conversation; a model without one continues the text.
 --before first answers each prompt with the weights that the run started from (model.init_from).
@@ -19,8 +20,10 @@ from typing import Any
 
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+from harness.config.assignments import listed
 from harness.errors import ConfigError
 from harness.files.paths import option_path
+from harness.files.turns import tools_of
 from harness.layout.adapters import quiet_bitsandbytes
 from harness.runfolder import RunFolder
 from harness.terminal import command_parser, say
@@ -61,6 +64,8 @@ def _parser() -> argparse.ArgumentParser:
     warmth = "Sampling temperature; 0 picks the most likely token (default: 0)."
     add("--temperature", type=float, default=0.0, help=warmth)
     add("--seed", type=int, default=0, help="Sampling seed (default: 0).")
+    tools = "File with a JSON list of tools, as in the column `tools` of data, for the template."
+    add("--tools", type=option_path, help=tools)
     add("--system", help="System turn of each conversation.")
     add("--trust-remote-code", action="store_true", help="Run code that comes with the model.")
     return parser
@@ -83,7 +88,7 @@ class Speaker:
     model: Any
     tokenizer: Any
     values: dict[str, Any]
-    """Variables of the chat template: the run's data.template_values."""
+    """Variables of the chat template: the run's data.template_values, and tools."""
     within: Context = contextlib.nullcontext
     """Context in which it answers."""
     turns: list[dict[str, str]] = field(default_factory=list)
@@ -170,7 +175,14 @@ def _speakers(arguments: argparse.Namespace) -> list[Speaker]:
     from harness.data.tokenizer import load_tokenizer
 
     plan = RunFolder(arguments.run).read_plan() or {}
-    values = plan.get("run", {}).get("data", {}).get("template_values", {})
+    values = dict(plan.get("run", {}).get("data", {}).get("template_values", {}))
+    if arguments.tools:
+        try:
+            values["tools"] = tools_of(arguments.tools.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--tools {arguments.tools}: {error}") from error
+    elif names := plan.get("data", {}).get("tools"):
+        say(f"trained with tools ({listed(names)}), and asked without: --tools FILE", sys.stderr)
     remote = arguments.trust_remote_code
     tokenizer = load_tokenizer(folder, trust_remote_code=remote)
     if (folder / ADAPTERS).is_file():

@@ -195,11 +195,6 @@ def _read(path: Path) -> tuple[Manifest | None, str | None]:
         return None, str(error)
 
 
-def is_run(text: str) -> bool:
-    """Return True if RUN or RUN@STEP names a folder that contains checkpoints."""
-    return bool(text) and bool(Store(run_and_step(text)[0] / "checkpoints").all())
-
-
 def checkpoint_of(text: str, in_full: bool = True) -> Checkpoint:
     """Return the checkpoint named by RUN or RUN@STEP, verified. Raises Unusable. Collective."""
     run, step = run_and_step(text)

@@ -207,9 +207,11 @@ def other_names() -> dict[str, str]:
 
 
 def _other_name(key: str) -> str:
-    """Return "; did you mean X?" if the last word of a key is another trainer's name for X."""
-    ours = other_names().get(key.rpartition(".")[2].replace("-", "_"))
-    return f"; did you mean {ours}?" if ours else ""
+    """Return "; did you mean X?" if the last word of a key is another trainer's name for X, or that
+    X is not supported.
+    """
+    ours = other_names().get(key.rpartition(".")[2].replace("-", "_"), "")
+    return ours if ours.startswith(":") or not ours else f"; did you mean {ours}?"
 
 
 def _form(whole: str, origin: str) -> str:

@@ -1,7 +1,6 @@
-"""Stops the run on all ranks together: stop signals, and the remaining time of the job."""
+"""Stops the run on all ranks together after a stop signal."""
 
 import math
-import time
 from datetime import timedelta
 from typing import Any, TypeVar
 
@@ -111,28 +110,3 @@ def groups_of(rank: int, ranks: int) -> list[list[int]]:
         return [[*range(ranks)]] if ranks > 1 else []
     first = rank - rank % columns
     return [[*range(first, first + columns)], [*range(rank % columns, ranks, columns)]]
-
-
-_SLOW_DISK = 50e6  # bytes/s per rank that any disk should reach; an assumption
-_MARGIN_S = 15.0  # to leave the process group, and for the batch script to requeue the job
-
-
-class TimeLeft:
-    """The time until this process must have ended; unlimited if `limit_s` is None.
-
-    `save_bytes`: bytes that each rank writes in a save, used until a save has been timed.
-    """
-
-    def __init__(self, limit_s: float | None, save_bytes: float) -> None:
-        self._end = None if limit_s is None else time.monotonic() + limit_s
-        self.first_save_s = save_bytes / _SLOW_DISK
-
-    @property
-    def seconds(self) -> float | None:
-        """Remaining seconds; None if unlimited."""
-        return None if self._end is None else self._end - time.monotonic()
-
-    def is_short_of(self, seconds: float) -> bool:
-        """Return True if there is no time for `seconds` of work and the end of the process."""
-        left_s = self.seconds
-        return left_s is not None and left_s < seconds + _MARGIN_S

@@ -1,17 +1,13 @@
-"""Signals that ask this process to stop, and when its job ends. Standard library only: loaded
-first of all.
-"""
+"""Records signals that ask this process to stop. Standard library only: loaded first of all."""
 
 import contextlib
 import math
 import os
-import re
 import select
 import signal
-import subprocess
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from types import FrameType
 
 from harness.errors import ExitCode
@@ -110,29 +106,3 @@ class StopRequest:
             if self._starting and (impatience > 1 or late):
                 self.give_up()
         os.close(self._read_end)
-
-
-def slurm_seconds_left(environ: Mapping[str, str] = os.environ) -> float | None:
-    """Return the seconds left of this process's Slurm job; None without a job or limit."""
-    if "SLURM_JOB_END_TIME" in environ:  # Slurm 23.02 and later
-        return float(environ["SLURM_JOB_END_TIME"]) - time.time()
-    if "SLURM_JOB_ID" not in environ:
-        return None
-    job = environ["SLURM_JOB_ID"]  # in an array's last task, this names all of its tasks
-    if "SLURM_ARRAY_TASK_ID" in environ:
-        job = f"{environ['SLURM_ARRAY_JOB_ID']}_{environ['SLURM_ARRAY_TASK_ID']}"
-    command = ["squeue", "--noheader", f"--jobs={job}", "--format=%L"]
-    try:
-        process = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return as_seconds(process.stdout.strip())
-
-
-def as_seconds(text: str) -> float | None:
-    """Return Slurm's [days-][[hours:]minutes:]seconds in seconds; None for other text."""
-    match = re.fullmatch(r"(?:(\d+)-)?(?:(?:(\d+):)?(\d+):)?(\d+)", text)
-    if match is None:
-        return None
-    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)

@@ -12,7 +12,7 @@ from typing import Any
 from harness.config.assignments import BY_RANKS, BY_SIZE, IMPLIED
 from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
-from harness.config.run_config import RunConfig
+from harness.config.run_config import RunConfig, run_and_step
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
 from harness.layout.families import given_size
 from harness.layout.grid import Grid
@@ -20,6 +20,7 @@ from harness.layout.shape import active_parameters
 from harness.plan.memory import traced_shape
 from harness.plan.model_config import preset_rate
 from harness.plan.plan import Draft
+from harness.plan.weights import has_checkpoints
 
 # Peak learning rates of Adam for models of width 4,096. All weights: as in Llama 2's fine-tuning
 # (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
@@ -36,6 +37,24 @@ EPOCHS = 3.0
 _OF_ADAMS_SIZE = ("adamw", "adam", "adam8bit", "muon")
 """Optimizers that use the same learning rates as Adam."""
 WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
+
+
+def take_export(draft: Draft) -> None:
+    """Start adapters on a run from its export: they are put on the files of a whole model."""
+    key, config = "model.init_from", draft.config
+    source = config.model.init_from or ""
+    if config.model.lora.rank is None or not has_checkpoints(source):
+        return
+    run, step = run_and_step(source)
+    export = run / ("export" if step is None else f"export-step-{step}")
+    names = {path.name for path in export.iterdir()} if export.is_dir() else set()
+    if "config.json" in names:
+        draft.decide({key: str(export)}, config.origin(key))
+        draft.note("fine_tuning", f"adapters start from the export of {source}: {key}={export}")
+        return
+    merge = " --merge" if "adapter_config.json" in names else ""
+    why = f"but {export} holds no whole model, from which adapters start"
+    draft.problems.add(key, why, f"write it with python tools/export_hf.py {source}{merge}")
 
 
 def default_to_fine_tuning(draft: Draft) -> None:

@@ -35,6 +35,7 @@ from harness.plan.fine_tuning import (
     default_to_fine_tuning,
     default_to_published_rate,
     default_to_their_rate,
+    take_export,
 )
 from harness.plan.folder import adopt_monitors, check_run_dir, check_trackers
 from harness.plan.layers import (
@@ -109,6 +110,7 @@ FIRST_PASSES: tuple[Pass, ...] = (
     merge_settings,
     read_settled,
     date_chats,
+    take_export,
     check_data,
     check_mix,
     check_run_dir,

@@ -87,9 +87,9 @@ def refuses_preset(draft: Draft) -> bool:
 
 
 def has_checkpoints(source: str) -> bool:
-    """Return True if model.init_from names a run of this harness."""
+    """Return True if RUN or RUN@STEP names a folder that holds checkpoints."""
     checkpoints = run_and_step(source)[0] / "checkpoints"
-    return checkpoints.is_dir() and any(checkpoints.glob("step-*"))
+    return source != "" and checkpoints.is_dir() and any(checkpoints.glob("step-*"))
 
 
 def check_quantization(draft: Draft) -> None:

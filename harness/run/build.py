@@ -25,9 +25,10 @@ from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import shortages_here
 from harness.estimate.host import checkpoint_bytes
 from harness.guard.failure_broadcast import Failure
-from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.signals import StopGuard
 from harness.guard.stability import StabilityMonitor
-from harness.guard.stop_request import StopAsked, StopRequest, slurm_seconds_left
+from harness.guard.stop_request import StopAsked, StopRequest
+from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Pulse, Watchdog
 from harness.plan.batches import SMALLEST
 from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems

@@ -1,7 +1,9 @@
 """Exports a checkpoint as a Hugging Face model and checks the loss of the export."""
 
+import json
 import logging
 import math
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +123,8 @@ def export(
             own = opened_as_trained(unfinished, dtype=DTYPES[dtype], local_files_only=True)
             return own or opened(unfinished, DTYPES[dtype], options.trust_remote_code)
 
-        return "; ".join([*removed, *notes, _checked(checkpoint, model_there, dtype, options)])
+        notes.append(_checked(checkpoint, model_there, dtype, options))
+        return "; ".join([*removed, *notes]) + _serving(checkpoint, folder, unfinished, False)
 
 
 def attention_of_run(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -211,7 +214,8 @@ def _export_adapters(
             notes += _put_code(unfinished, whole, attention, manifest.model_config)
             notes += _put_companions(tokenizer, unfinished)
             notes += _read_by_others(unfinished, options)
-            return "; ".join([*notes, _checked(checkpoint, lambda: whole, dtype, options)])
+            notes.append(_checked(checkpoint, lambda: whole, dtype, options))
+            return "; ".join(notes) + _serving(checkpoint, folder, unfinished, False)
         if tokenizer.is_dir():
             _copy_tokenizer(tokenizer, unfinished, options)
         base = manifest.adapters["base_model_name_or_path"]
@@ -220,7 +224,30 @@ def _export_adapters(
         first = f", after resize_token_embeddings({rows})" if rows else ""
         kind = f", with {attention['kind']} attention" if attention else ""
         checked = _checked(checkpoint, model, dtype, options)
-        return f"adapters of {base}{quantized}{first}{kind}; {checked}"
+        serving = _serving(checkpoint, folder, unfinished, bool(rows or attention))
+        return f"adapters of {base}{quantized}{first}{kind}; {checked}{serving}"
+
+
+_MOST_RANK = 512
+"""vLLM's largest --max-lora-rank; all are powers of two."""
+
+
+def _serving(checkpoint: Checkpoint, folder: Path, unfinished: Path, other_base: bool) -> str:
+    """Return how to serve an export with vLLM, once it is in `folder`, if need be merged;
+    `other_base`: its adapters were trained on another model than that of the files.
+    """
+    manifest, adapters = checkpoint.manifest, checkpoint.manifest.adapters
+    if (config := unfinished / "config.json").is_file():
+        own = "auto_map" in json.loads(config.read_text(encoding="utf-8"))
+        return "" if own else f"; serve it with vllm serve {shlex.quote(str(folder))}"
+    most = max(8, 1 << (adapters["r"] - 1).bit_length())
+    kinds = (adapters.get("use_dora"), adapters.get("modules_to_save"), manifest.quantization)
+    if most > _MOST_RANK or other_base or any(kinds):
+        run = shlex.quote(str(checkpoint.path.parents[1]))
+        return f"; to serve it, merge it first: python tools/export_hf.py {run} --merge"
+    base, module = adapters["base_model_name_or_path"], f"tuned={folder.absolute()}"
+    options = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", module]
+    return f"; serve it with {shlex.join(['vllm', 'serve', base, *options])}"
 
 
 def _new_rows(checkpoint: Checkpoint, trust_remote_code: bool) -> int | None:

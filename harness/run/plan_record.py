@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Callable
 from datetime import datetime
 from importlib.metadata import version
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from harness.run.meter import seen_tokens
 from harness.runfolder import RunFolder, create_run_dir
 
 _HASHED_WINDOWS = 8
+_ASKED_CHATS = 64
 
 
 def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
@@ -42,12 +44,20 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
             "trained_examples": data.train.documents,
             "trained_windows": data.train.samples,
             "begins": data.sources[0].begins,
+            "tools": _tools(data),
             "sources": data.summary(),
             "pairs": {source.name: source.pairs for source in data.sources if source.pairs},
         },
         "versions": {name: version(name) for name in packages},
         "git_commit": git_commit() if plan.world.rank == 0 else None,  # rank 0 writes the file
     }
+
+
+def _tools(data: Data) -> list[str]:
+    """Return the names of the tools in the first conversations of each source."""
+    chats = chain(*(islice(source.corpus.chats(), _ASKED_CHATS) for source in data.sources))
+    functions = (tool.get("function") for chat in chats for tool in chat.tools or ())
+    return sorted({str(each.get("name")) for each in functions if isinstance(each, dict)})
 
 
 def _held_out_set(plan: Plan, data: Data) -> str:

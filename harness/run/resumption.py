@@ -17,13 +17,14 @@ from harness.checkpoint.compatibility import (
     too_short,
 )
 from harness.checkpoint.manifest import Checkpoint
-from harness.checkpoint.store import RESTORE, Store, checkpoint_of, is_run, newest_usable
+from harness.checkpoint.store import RESTORE, Store, checkpoint_of, newest_usable
 from harness.config.run_config import run_and_step
 from harness.errors import ConfigError, NoCheckpoint, Unusable
 from harness.files.records import Unreadable
 from harness.plan.batches import open_keys
 from harness.plan.make import with_facts
 from harness.plan.plan import Facts, Plan
+from harness.plan.weights import has_checkpoints
 from harness.runfolder import RunFolder
 
 
@@ -91,11 +92,7 @@ def find_resume_point(plan: Plan, record: dict[str, Any], in_full: bool = True) 
     if plan.config.resume.from_ is not None:
         return _branch(plan, plan.config.resume.from_, record, in_full)
     source = plan.config.model.init_from
-    if source is not None and broadcast_object(is_run(source)):
-        if plan.config.model.lora.rank is not None:
-            use = f"set model.init_from={run_and_step(source)[0]}/export"
-            problem = f"is a run, but adapters need exported weights: {use}"
-            raise ConfigError(f"model.init_from={source} {problem}")
+    if source is not None and broadcast_object(has_checkpoints(source)):
         return ResumePoint(_checkpoint_of(source, "model.init_from", in_full), "weights")
     return ResumePoint()
 

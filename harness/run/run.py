@@ -12,8 +12,9 @@ from harness.checkpoint.manifest import TrainState
 from harness.checkpoint.save import Saver
 from harness.data.data import Data
 from harness.engine.api import Engine
-from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.signals import StopGuard
 from harness.guard.stability import StabilityMonitor
+from harness.guard.time_left import TimeLeft
 from harness.guard.watchdog import Pulse, Watchdog
 from harness.layout.grid import Purpose
 from harness.plan.plan import Plan

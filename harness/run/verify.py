@@ -8,13 +8,13 @@ from typing import Any
 import torch
 
 from harness.checkpoint.collectives import broadcast_object, gather_objects
-from harness.checkpoint.store import is_run
 from harness.data.batch import Batch
 from harness.engine.api import StepResult
 from harness.errors import ConfigError
 from harness.estimate.fit import free_on_host
 from harness.layout.grid import Grid, Share
 from harness.plan.plan import Plan
+from harness.plan.weights import has_checkpoints
 from harness.run.instrument import Instrument
 from harness.run.live_memory import is_out_of_memory
 from harness.run.run import Run
@@ -163,7 +163,7 @@ def _reason_to_skip(run: Run, model: Any) -> str | None:
     """Return the reason to skip the comparison, or None."""
     from harness.engine.stages import bytes_needed, trained  # imports DeepSpeed
 
-    if is_run(run.plan.config.model.init_from or ""):
+    if has_checkpoints(run.plan.config.model.init_from or ""):
         return "the weights are from a checkpoint, whose probe loss was compared"
     verify, device = run.plan.config.layout.verify, run.engine.device
     if verify is False:

@@ -16,8 +16,9 @@ from safetensors.torch import save as to_safetensors
 
 from harness.checkpoint.manifest import TrainState, _checksum
 from harness.checkpoint.reader import Reader
-from harness.checkpoint.store import checkpoint_of, is_run, newest_usable, verified
+from harness.checkpoint.store import checkpoint_of, newest_usable, verified
 from harness.errors import Unusable
+from harness.plan.weights import has_checkpoints
 from tests.checkpoint.small import manifest, put, save, weights
 
 
@@ -87,10 +88,10 @@ def test_a_run_and_a_step_name_a_checkpoint(tmp_path: Path) -> None:
     run = tmp_path / "a@run"
     for step in (3, 12):
         save(run / "checkpoints", step)
-    assert is_run(str(run))
-    assert is_run(f"{run}@3")
-    assert not is_run(str(tmp_path))
-    assert not is_run("gpt2")
+    assert has_checkpoints(str(run))
+    assert has_checkpoints(f"{run}@3")
+    assert not has_checkpoints(str(tmp_path))
+    assert not has_checkpoints("gpt2")
     assert checkpoint_of(str(run)).state.step == 12
     assert checkpoint_of(f"{run}@3").state.step == 3
     with pytest.raises(Unusable, match="has no step 4, only step-00000003, step-00000012"):

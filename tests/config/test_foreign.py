@@ -1,6 +1,7 @@
 """Configs of other programs are recognized, and so are our two files if swapped."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -105,6 +106,23 @@ def test_a_few_keys_of_somebodys_own_are_no_other_program(tmp_path: Path) -> Non
 
 
 def test_what_other_trainers_call_a_key_is_one_of_ours() -> None:
-    ours = {*known_keys(), "ds.bf16.enabled", "ds.fp16.enabled"}
-    suggested = {key for text in other_names().values() for key in text.split()}
-    assert {key for key in suggested if "." in key} <= ours
+    ours = {*known_keys(), "ds.bf16.enabled", "ds.fp16.enabled", "ds.zero_optimization.stage"}
+    suggested = [text for text in other_names().values() if not text.startswith(":")]
+    words = {word for text in suggested for word in re.findall(r"[a-z]+\.[a-z0-9_.]+", text)}
+    assert words - {"zero3.json"} <= ours
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("train.method", "reinforcement learning"),
+        ("kto", ": not supported; docs/alternatives.md"),
+        ("model.load_in_8bit", ": not supported; docs/alternatives.md"),
+        ("model.fp8", "; did you mean model.float8?"),
+        ("flash_attention_2", "; did you mean model.attention?"),
+        ("gradient-accumulation-steps", "; did you mean train.global_batch (micro-batch x"),
+    ],
+)
+def test_keys_of_other_trainers_are_answered(key: str, said: str) -> None:
+    with pytest.raises(ConfigError, match=re.escape(said)):
+        load_run_config(None, [f"{key}=true"])

@@ -16,9 +16,9 @@ import torch.distributed as dist
 
 from harness.errors import ExitCode, RunStopped
 from harness.guard import signals as module
-from harness.guard import stop_request
-from harness.guard.signals import StopGuard, TimeLeft, groups_of
+from harness.guard.signals import StopGuard, groups_of
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
+from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
 from tests.tiers import rest_in_gate
@@ -164,7 +164,7 @@ def test_slurm_end_time_is_parsed(text: str, seconds: float | None) -> None:
 
 def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [1000.0]
-    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     left = TimeLeft(600, save_bytes=6e9)
     assert left.first_save_s == 120
     now[0] = 1600 - 130 - 15
@@ -199,5 +199,5 @@ def test_newer_slurm_says_when_the_job_ends_and_older_is_asked(
     (tmp_path / "squeue").write_text(f"#!/bin/sh\n{squeue}\n")
     (tmp_path / "squeue").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/bin:/usr/bin")
-    monkeypatch.setattr(module.time, "time", lambda: 1000.0)
-    assert stop_request.slurm_seconds_left(job) == left
+    monkeypatch.setattr(time, "time", lambda: 1000.0)
+    assert slurm_seconds_left(job) == left

@@ -225,3 +225,20 @@ def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
     with pytest.raises(ConfigError, match=why):
         with_facts(plan, Facts(ids=90))
     assert with_facts(plan, Facts(ids=64)).model_config == plan.model_config
+
+
+@pytest.mark.parametrize("step", ["", "@1"])
+def test_adapters_start_from_the_export_of_a_run(
+    step: str, planned: Planner, tmp_path: Path
+) -> None:
+    run, export = tmp_path, tmp_path / f"export{'-step-1' if step else ''}"
+    (run / "checkpoints" / "step-00000001").mkdir(parents=True)
+    line = f"{SHORT} model.name=$small model.init_from={run}{step} model.lora.rank=4"
+    write = f"write it with python tools/export_hf.py {run}{step}"
+    assert planned.problems(line)[0].endswith(write)
+    export.mkdir()
+    (export / "adapter_config.json").touch()
+    assert planned.problems(line)[0].endswith(f"{write} --merge")
+    (export / "adapter_config.json").unlink()
+    (export / "config.json").write_text(json.dumps(MODEL))
+    assert planned(line, estimate=False).config.model.init_from == str(export)

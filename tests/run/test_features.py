@@ -173,6 +173,8 @@ def test_the_export_computes_what_was_trained_and_answers(
     assert re.search(r"its probe loss is \S+, and was \S+ in training \(equal within", out)
     checkpoint = checkpoint_of(str(run.path))
     probe, loss = stored_probe(checkpoint), 0.0
+    config = export / "config.json"
+    assert ("serve it" in out) != (config.is_file() and "auto_map" in config.read_text())
     model = opened(export, runs)
     for text in texts_of(probe):
         with torch.no_grad():
@@ -220,7 +222,9 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["lora", in_gate("nf4")])
-def test_adapters_are_saved_alone_and_merge_exactly(name: str, runs: Runs, tmp_path: Path) -> None:
+def test_adapters_are_saved_alone_and_merge_exactly(
+    name: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run, alone, merged = runs.whole(name), tmp_path / "alone", tmp_path / "merged"
     index = json.loads((run.checkpoints_dir / "step-00000004" / "index.json").read_text())
     assert index
@@ -229,7 +233,11 @@ def test_adapters_are_saved_alone_and_merge_exactly(name: str, runs: Runs, tmp_p
     assert [path.name for path in alone.glob("*.safetensors")] == ["adapter_model.safetensors"]
     config = json.loads((alone / "adapter_config.json").read_text())
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (4, 8, "LORA")
-    assert config["base_model_name_or_path"] == str(runs.whole("plain").export_dir)
+    base = str(runs.whole("plain").export_dir)
+    assert config["base_model_name_or_path"] == base
+    serving = f"vllm serve {base} --enable-lora --max-lora-rank 8 --lora-modules tuned={alone}"
+    shown = f"merge it first: python tools/export_hf.py {run.path} --merge"
+    assert (shown if name == "nf4" else serving) in capsys.readouterr().out
     adapted = logits(opened(alone, runs))
     plain = AutoModelForCausalLM.from_pretrained(
         runs.whole("plain").export_dir, dtype=torch.float32
@@ -276,6 +284,7 @@ def test_chat_works_before_and_after_adapter_training(name: str, runs: Runs) -> 
 
 def test_chats_have_a_template_and_answers_that_end(runs: Runs) -> None:
     run, template = runs.whole("chats"), tokenizer_of("llama3").chat_template
+    assert (run.read_plan() or {})["data"]["tools"] == ["add"]
     export_hf.main([str(run.path)])
     (turns,) = chats(1, tools=True)
     for folder in (run.tokenizer_dir, run.export_dir):

@@ -26,8 +26,9 @@ from harness.data.batch import Batch
 from harness.engine.groups import Groups, make_groups
 from harness.errors import ConfigError, ExitCode, NoCheckpoint, RunStopped
 from harness.guard import watchdog
-from harness.guard.signals import StopGuard, TimeLeft
+from harness.guard.signals import StopGuard
 from harness.guard.stability import Next, StabilityMonitor, Verdict
+from harness.guard.time_left import TimeLeft
 from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from

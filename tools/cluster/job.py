@@ -135,7 +135,7 @@ def write_job(folder: Path, args: argparse.Namespace, best: Counted) -> list[str
         texts[name] = _SHELL.format(about=about, how=where, clone=clone, name=name, command=command)
     if nodes > 1:
         texts["hostfile"] = "".join(f"node{n + 1} slots={per_node}\n" for n in range(nodes))
-    values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train"}
+    values = {"NODES": str(nodes), "GPUS": str(per_node), "NAME": "train", "RDMA": ""}
     is_inside = folder.resolve().is_relative_to(REPOSITORY)
     pod = folder.resolve().relative_to(REPOSITORY) if is_inside else Path(folder.resolve().name)
     copied = f"copy {folder} into the claim's clone, as {pod}"
