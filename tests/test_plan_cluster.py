@@ -30,7 +30,7 @@ from tests.tiers import rest_in_gate
 from tools.cluster import choose, search
 from tools.cluster.ask import plan_of, question_of
 from tools.cluster.choose import ASKED, Answer, answer_of, risk, seconds_within, way_of, why_not
-from tools.cluster.count import Question
+from tools.cluster.count import Counted, Question
 from tools.cluster.layouts import STATES, Layout, base_json, layouts
 from tools.cluster.search import Search, count_all
 from tools.cluster.search import answer as answer_to
@@ -285,6 +285,13 @@ def test_risks_are_counted(changes: dict[str, Any], expected: tuple[int, ...]) -
     question = SimpleNamespace(some=SimpleNamespace(gpus_per_node=8))
     counted: Any = SimpleNamespace(layout=layout, question=question)
     assert risk(counted) == expected
+
+
+def test_room_is_what_the_most_memory_leaves() -> None:
+    counted: Any = SimpleNamespace(
+        peak_interval=(80, 96), question=SimpleNamespace(device_bytes=100)
+    )
+    assert [Counted.has_room(counted, share) for share in (0.03, 0.05)] == [True, False]
 
 
 def test_planner_answer_has_a_row_per_way() -> None:

@@ -13,6 +13,7 @@ from torch.nn import functional
 from harness.config.ds_json import read_ds_json
 from harness.data.batch import Batch
 from harness.engine import residuals
+from harness.models.chunked_loss import _HeadAndLoss, _How
 from harness.models.token_losses import Vocabulary
 from tests.engine.engines import (
     SGD,
@@ -180,7 +181,11 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
         mine = logits[..., own].clone().requires_grad_()
         loss = part.token_losses(mine, labels, smoothing)
         loss.backward()
-        assert abs(float(loss.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
+        how = _How(24, (), smoothing, part)
+        weight = torch.eye(VOCAB_SIZE)[own]  # so that the hidden states are the logits
+        chunked = _HeadAndLoss.apply(logits.flatten(0, 1), weight, None, labels.flatten(), how)  # type: ignore[no-untyped-call]
+        for each in (loss, chunked):
+            assert abs(float(each.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
         assert mine.grad is not None
         assert whole.grad is not None
         assert (mine.grad - whole.grad[..., own]).abs().max() < 1e-6, smoothing
