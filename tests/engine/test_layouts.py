@@ -94,6 +94,19 @@ def test_value_clipping_clamps_elements_and_reports_prior_norm(layout: str) -> N
 
 
 @ranks(2)
+def test_a_step_without_clipping_is_of_unscaled_gradients() -> None:
+    moved = []
+    for layout in ("zero1", "zero1 fp16"):
+        engine = engine_of(layout, optim={**SGD, "clip_norm": 0.0})
+        before = dict(engine.masters())
+        engine.train_batch(*share_of(engine), 1.0)
+        moved.append({name: before[name] - after for name, after in engine.masters()})
+        engine.close()
+    for name, step in moved[0].items():
+        assert (moved[1][name] - step).norm() < 0.05 * step.norm(), name
+
+
+@ranks(2)
 def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     engine = engine_of(fp16())
     before, scale = dict(engine.masters()), engine.loss_scale
