@@ -236,11 +236,13 @@ def test_runs_that_block_are_only_trained_on_gpus(
     assert ("train with CUDA_LAUNCH_BLOCKING=1" in names) == (accelerator == "cuda")
 
 
+@pytest.mark.parametrize("estimated", [0.8, 1.2])
 def test_peaks_on_gpus_are_held_to_the_estimate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    estimated: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line = {f"peak_{kind}_gib": 1.0 for kind in ("allocated", "reserved", "process")}
-    monkeypatch.setattr(measured_steps, "measured", lambda *of: line | {"estimated_gib": 1.2})
+    line["estimated_gib"] = estimated
+    monkeypatch.setattr(measured_steps, "measured", lambda *of: line)
     measured_steps.hold(bench := Bench(tmp_path, tmp_path, 1, "cuda"))
     verdicts = {check.name: check.verdict for check in bench.checks}
     assert verdicts == dict.fromkeys(measured_steps._GPU_CASES, "failed")

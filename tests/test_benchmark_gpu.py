@@ -184,6 +184,12 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(f'"{kind}"' in source for kind in FALLBACKS)
 
 
+def test_rates_are_those_of_one_of_the_ranks() -> None:
+    plan = make_plan(load_run_config(None, SMALL_MODEL), {}, World(world_size=2))
+    tokens = plan.global_batch * plan.seq_len
+    assert worker._rates(plan, 0.5)["tokens_per_s_per_gpu"] == tokens
+
+
 @pytest.mark.parametrize(
     ("micro_batch", "ranks", "batch"), [("1", 1, "1"), ("3", 2, "6"), ("auto", 2, "auto")]
 )

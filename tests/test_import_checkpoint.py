@@ -245,17 +245,20 @@ def test_shares_of_two_zero3_ranks_are_put_together(
 ) -> None:
     """From three flat tensors of each rank; the second rank's shares end with padding."""
     change(source / MODEL_FILE, "param_shapes", [dict.fromkeys("abc", torch.Size([5]))])
+    change(source / MODEL_FILE, "frozen_param_shapes", {"f": [3]})
     change(source / OPTIM, f"{STATE}.partition_count", 2)
     change(source / OPTIM, f"{STATE}.{STATE}.state", {n: {"m": torch.ones(3)} for n in range(3)})
     for rank in (1, 0):
         flats = [torch.arange(3.0) + 3 * rank + 10 * number for number in range(3)]
         change(source / OPTIM, f"{STATE}.fp32_flat_groups", flats)
+        change(source / MODEL_FILE, "frozen_param_fragments", {"f": torch.arange(2.0) + 2 * rank})
         for file in (OPTIM, MODEL_FILE) if rank else ():
             shutil.copy(source / file, source / file.replace("rank_0", "rank_1", 1))
     assert imported(source)[0] == 0
     reader = Reader.of(checkpoint_of(str(new)))
     for number, name in enumerate("abc"):
         assert torch.equal(reader.whole(name, "weight"), torch.arange(5.0) + 10 * number)
+    assert torch.equal(reader.whole("f", "weight"), torch.arange(3.0))
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,13 @@ def test_risks_are_counted(changes: dict[str, Any], expected: tuple[int, ...]) -
     assert risk(counted) == expected
 
 
+def test_room_is_what_the_most_memory_leaves() -> None:
+    counted: Any = SimpleNamespace(
+        peak_interval=(80, 96), question=SimpleNamespace(device_bytes=100)
+    )
+    assert [Counted.has_room(counted, share) for share in (0.03, 0.05)] == [True, False]
+
+
 def test_planner_answer_has_a_row_per_way() -> None:
     answered = answer_to(*job("mixtral-8x7b", 16, "h200", 4096, 256))
     assert {*answered.ways} == {*ASKED}

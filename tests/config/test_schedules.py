@@ -79,6 +79,8 @@ def test_inverse_sqrt_decay_ignores_run_length() -> None:
             [5e-4, 1e-3, 5e-4, 1e-4]
         )
         assert schedule.lr(10**9) == pytest.approx(1e-5)
+    at_once = schedule_of("inverse_sqrt", 1e-3, 100, min_lr_ratio=0.01)
+    assert [at_once.lr(step) for step in (1, 4)] == pytest.approx([1e-3, 5e-4])
 
 
 @pytest.mark.parametrize(("cycles", "growth", "first"), [(1, 1, 100), (4, 1, 25), (2, 3, 25)])

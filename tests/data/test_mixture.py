@@ -123,6 +123,7 @@ def test_shares_change_during_the_run(opened_run: Opened, mix: Mix) -> None:
     for until in ("0.8", "40"):
         data = opened_run(argument, *sizes, f"data.mix_until={until}")
         assert data.mixture() == [[0, [9, 1]], [400, [1, 1]]]
+        assert data.held_out.order.parts[0].weights == (9, 1)  # from the first step to the last
         assert data.shares(500)[1].startswith("other: 18.00% of the windows")
 
 

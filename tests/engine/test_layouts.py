@@ -14,6 +14,7 @@ from torch.nn import functional
 from harness.config.ds_json import read_ds_json
 from harness.data.batch import Batch
 from harness.engine import residuals
+from harness.models.chunked_loss import _HeadAndLoss, _How
 from harness.models.loss import PLAIN
 from harness.models.token_losses import Vocabulary
 from tests.engine.engines import (
@@ -93,6 +94,19 @@ def test_value_clipping_clamps_elements_and_reports_prior_norm(layout: str) -> N
     assert sum(int((g.abs() > limit).sum()) for g in gradients.values()) > 100
     true_norm = torch.stack([g.norm() for g in gradients.values()]).norm()
     assert norm == pytest.approx(float(true_norm), rel=1e-5)
+
+
+@ranks(2)
+def test_a_step_without_clipping_is_of_unscaled_gradients() -> None:
+    moved = []
+    for layout in ("zero1", "zero1 fp16"):
+        engine = engine_of(layout, optim={**SGD, "clip_norm": 0.0})
+        before = dict(engine.masters())
+        engine.train_batch(*share_of(engine), 1.0)
+        moved.append({name: before[name] - after for name, after in engine.masters()})
+        engine.close()
+    for name, step in moved[0].items():
+        assert (moved[1][name] - step).norm() < 0.05 * step.norm(), name
 
 
 @ranks(2)
@@ -192,7 +206,11 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
         mine = logits[..., own].clone().requires_grad_()
         loss = part.token_losses(mine, labels, smoothing)
         loss.backward()
-        assert abs(float(loss.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
+        how = _How(24, (), smoothing, part)
+        weight = torch.eye(VOCAB_SIZE)[own]  # so that the hidden states are the logits
+        chunked = _HeadAndLoss.apply(logits.flatten(0, 1), weight, None, labels.flatten(), how)  # type: ignore[no-untyped-call]
+        for each in (loss, chunked):
+            assert abs(float(each.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
         assert mine.grad is not None
         assert whole.grad is not None
         assert (mine.grad - whole.grad[..., own]).abs().max() < 1e-6, smoothing

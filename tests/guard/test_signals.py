@@ -159,7 +159,7 @@ def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
     ],
 )
 def test_slurm_end_time_is_parsed(text: str, seconds: float | None) -> None:
-    assert stop_request.as_seconds(text) == seconds
+    assert as_seconds(text) == seconds
 
 
 def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -235,6 +235,19 @@ def test_the_rank_that_reports_is_not_silent() -> None:
     assert hang_report(own, own, "why", 0, lambda rank: "")["silent"] == []
 
 
+def test_processes_of_other_hosts_are_gone_if_they_no_longer_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watchdog = Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=0, world_size=2)
+    watchdog.folder, other = tmp_path, tmp_path / "rank-00001.json"
+    pid = 1 << 30  # of no process of this host
+    for tick, gone in ((6, []), (5, [1])):
+        other.write_text(json.dumps(heartbeat(1, 9, 5, pid=pid)))
+        text = json.dumps(heartbeat(1, 9, tick, pid=pid))
+        monkeypatch.setattr(module.time, "sleep", lambda s, text=text: other.write_text(text))
+        assert [beat["rank"] for beat in watchdog.gone()] == gone
+
+
 @pytest.mark.parametrize("name", REPORTS)
 def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
     after, silent, behind, text = REPORTS[name]

@@ -1,11 +1,14 @@
 """The training loss, and losses by source: sums of the samples' individual losses."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness.models.loss import LossSetup, forward
+from harness.models.sequence import DividedRows
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
 from harness.models.token_losses import is_recording, recording, token_losses
@@ -43,6 +46,12 @@ def test_padding_is_not_balanced() -> None:
     whole = torch.tensor([[0, 1, 0, 1, 2, 0, 1, 2, 3]])
     assert counted_tokens(whole, True).all()
     assert counted_tokens(positions, True).tolist() == [[True] * 5 + [False] * 4]
+    rows = DividedRows.__new__(DividedRows)
+    rows._model, rows.group = model, mock.Mock(size=lambda: 3)
+    both = counted_tokens(torch.cat([positions, whole]), True)
+    with mock.patch("harness.models.sequence.balancing_of") as balancing, rows.balancing(both):
+        counted = balancing.call_args.args[1]  # each rank's columns of all rows
+    assert counted.flatten(1).int().tolist() == [[1] * 6, [1, 1, 0, 1, 1, 1], [0, 0, 0, 1, 1, 1]]
 
 
 def test_documents_do_not_see_each_other_where_positions_restart() -> None:

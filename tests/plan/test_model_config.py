@@ -193,7 +193,10 @@ def test_frequencies_are_those_of_the_factor(config: Config, tmp_path: Path) -> 
     linear = load_from(tmp_path, config, "model.context=256", "model.rope=linear")
     assert linear["max_position_embeddings"] == 256
     torch.testing.assert_close(frequencies(linear), before / 4)
-    yarn = frequencies(load_from(tmp_path, config, "model.context=256"))
+    stretched = load_from(tmp_path, config, "model.context=256")
+    rotary = stretched.get("rope_parameters") or stretched["rope_scaling"]
+    assert rotary["original_max_position_embeddings"] == 64
+    yarn = frequencies(stretched)
     # Frequencies that turn often within the old positions stay; those below one turn are stretched.
     torch.testing.assert_close(yarn[0], before[0])
     torch.testing.assert_close(yarn[-1], before[-1] / 4)

@@ -227,6 +227,8 @@ def test_report_of_running_run_reloads_and_notes_silence(tmp_path):
     assert not run.is_silent(run.last_sign + 60)
     assert "may have died" in ending(run).text
     assert "refresh" not in page_of(run)
+    run.plan["run"]["log"]["every"] = 10_000
+    assert not run.is_silent(run.last_sign + 3600)  # the next line takes longer
 
 
 def test_the_plan_says_examples_windows_and_warm_up(tmp_path):

@@ -43,7 +43,7 @@ from harness.run.resumption import (
 )
 from harness.run.run import Run
 from harness.run.saving import finish_save
-from harness.run.step import end_with_the_data, roll_back
+from harness.run.step import end_with_the_data, roll_back, take_step
 from harness.runfolder import RunFolder
 from harness.steps import Steps
 from tests.checkpoint.small import PROBE, manifest
@@ -158,6 +158,12 @@ def test_rollbacks_to_one_checkpoint_are_limited(
         with pytest.raises(RunStopped, match=problem) as stop:
             roll_back(run, "a spike")
         assert stop.value.code == ExitCode.DIVERGED
+
+
+def test_a_held_out_loss_is_that_of_the_weights() -> None:
+    run = mock.MagicMock(held_out_nats=2.5)
+    take_step(run, mock.MagicMock(dropout_seed=0))
+    assert run.held_out_nats is None
 
 
 @pytest.mark.parametrize(

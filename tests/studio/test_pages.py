@@ -451,8 +451,10 @@ def test_traffic_of_the_stages_is_that_of_the_engine() -> None:
     inputs, _ = inputs_of(read_values(BY_SLUG["zero"].controls, {"accumulation": "1"}))
     inputs = replace(inputs, zero=replace(inputs.zero, comm_bytes=2))
     psi = 2 * inputs.parameters * 7 / 8
-    totals = [sum(traffic(with_stage(inputs, stage))) / psi for stage in range(4)]
-    assert totals == pytest.approx([2, 3, 3, 3])
+    for batches, expected in ((1, [2, 3, 3, 3]), (4, [2, 3, 9, 12])):
+        each = replace(inputs, grad_accum=batches)
+        totals = [sum(traffic(with_stage(each, stage))) / psi for stage in range(4)]
+        assert totals == pytest.approx(expected)
     assert 12.9e9 < inputs.parameters < 13.1e9
 
 

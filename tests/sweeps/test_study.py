@@ -11,6 +11,7 @@ pytest.importorskip("optuna")
 
 from harness.errors import ConfigError
 from harness.launch.ranks import Ranks
+from harness.runfolder import RunFolder
 from tools.sweep import _run_array
 from tools.sweeps import cost
 from tools.sweeps.cost import Budget, Record, Used, lane_problems
@@ -192,6 +193,10 @@ def test_a_budget_counts_the_steps_before_an_interruption_once(budget: int, tmp_
 def test_a_trial_that_failed_without_a_run_names_rank_0_output(tmp_path: Path) -> None:
     sweep, said = sweep_of(tmp_path, "trials = 1"), list[str]()
     study = Study(sweep)
+    before = RunFolder(sweep.folder_of(0))
+    before.open()
+    before.write_status("done", 0, 4)  # of an earlier attempt
+    before.close()
 
     def start(choice: Choice, folder: Path, lane: int) -> Ranks:
         for rank in (logs := [folder / "rank-0.log", folder / "rank-1.log"]):
