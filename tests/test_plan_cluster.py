@@ -24,7 +24,7 @@ from harness.estimate.timeline import estimate_memory
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.duration import job_of, step_time
 from harness.plan.machine import cluster
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.cluster import choose, search
@@ -406,7 +406,7 @@ def test_the_written_files_are_the_job_that_was_priced(
     asked = load_run_config(None, more)
     assert run["optim"]["schedule"] == asked.optim.schedule
     assert run["train"].get("steps") == asked.train.steps
-    assert "a rate" not in describe(plan, elsewhere=True)
+    assert "a rate" not in dry_run(plan, elsewhere=True).text()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ The planner counts most layouts that train.py accepts (exceptions: docs/planner.
 pipeline stages, tensor, sequence and expert parallelism, micro-batch and checkpointing. It
 recommends the least risky layout among those that no other beats beyond the error of the estimated
 time. --write saves its DeepSpeed JSON, run config and scripts. Needs neither a GPU nor torch. Exit
-code 0; 1 if nothing fits; 2 for a job that cannot be planned.
+code 0; 3 if nothing fits, or nothing within --budget; 2 for a job that cannot be planned.
 """
 
 import argparse
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     else:
         say(describe(args, question, answer))
         print(*others, *written, sep="\n", end="\n" if others or written else "")
-    return 0 if best else 1
+    return int(ExitCode.DONE if best else ExitCode.DOES_NOT_FIT)
 
 
 def _calibrate(argv: list[str]) -> int:

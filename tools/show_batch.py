@@ -22,6 +22,7 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.checkpoint.compatibility import recorded_run
 from harness.config.run_config import RunConfig
+from harness.data.batch_text import first_sample_of, positions_of, show_step
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.packing import IGNORED
@@ -29,7 +30,6 @@ from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter, say, takes_colour
-from tools.batch_text import first_sample_of, positions_of, show_step
 
 
 def main(argv: list[str]) -> int:

@@ -224,7 +224,7 @@ def shortages(
     estimate: Estimate,
     free_gpu: int | None,
     free_host: int | None,
-    ways: Ways = Ways(),  # noqa: B008 (it is frozen)
+    ways: Ways = Ways(),
 ) -> list[str]:
     """Return the memory that this machine lacks, with changes that would help.
 
@@ -241,8 +241,10 @@ def shortages(
     ]
 
 
-def shortages_here(estimate: Estimate, world: World, ways: Ways) -> list[str]:
-    """Return this machine's shortages: the rank's GPU, and host memory."""
+def shortages_here(estimate: Estimate | None, world: World, ways: Ways) -> list[str]:
+    """Return this machine's shortages: the rank's GPU, and host memory; none without estimate."""
+    if estimate is None:
+        return []
     free_gpu = free_on_gpu(world) if estimate.inputs.accelerator == "cuda" else None
     return shortages(estimate, free_gpu, free_on_host(), ways)
 

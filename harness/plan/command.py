@@ -44,6 +44,8 @@ class Command:
     config_path: Path | None = None
     assignments: tuple[str, ...] = ()
     dry_run: bool = False
+    json: bool = False
+    show: int = 0
     trust_remote_code: bool = False
     local_rank: int | None = None
     gpus: int | None = None
@@ -98,7 +100,17 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
         help="run config: what to train and how",
     )
     parser.add_argument(
-        "--dry-run", action="store_true", help="print the plan and exit; needs no device"
+        "--dry-run",
+        action="store_true",
+        help="print the plan and exit with 0, 3 if it does not fit; needs no device",
+    )
+    parser.add_argument("--json", action="store_true", help="with --dry-run: print one JSON object")
+    parser.add_argument(
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="with --dry-run: also show the first N examples of the data, learned tokens marked",
     )
     parser.add_argument("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
     parser.add_argument("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
@@ -131,8 +143,13 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if len(options.config) > 1:  # users expect them to be merged
         both = " and ".join(map(str, options.config))
         parser.error(f"--config is given twice, {both}: use one")
-    if not options.dry_run and {options.gpus, options.gpu, options.gpus_per_node} != {None}:
-        parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
+    of_dry_runs = ("gpus", "gpu", "gpus_per_node", "json", "show")
+    given = [name for name in of_dry_runs if getattr(options, name) not in (None, False, 0)]
+    if given and not options.dry_run:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"{names}: {'are' if given[1:] else 'is'} for dry runs: add --dry-run")
+    if options.show < 0:
+        parser.error(f"--show {options.show}: it must be at least 1")
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
     values = {key: value for key, value in vars(options).items() if key not in ("keys", "config")}

@@ -19,7 +19,7 @@ from harness.plan.duration import beside_of, job_of, length, step_time
 from harness.plan.machine import cluster
 from harness.plan.make import takes
 from harness.plan.text import summary
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from tests.plan.plans import Planner
 from tests.plan.test_ds_shapes import SHAPES
 from tests.real_runs import TRAIN, environment
@@ -196,7 +196,7 @@ def test_an_unknown_architecture_is_planned_without_its_shape(
     assert made.shape is None
     assert [event["kind"] for event in made.events] == ["unknown_architecture", "learning_rate"]
     assert "optim.lr is 0.003, the default of small models" in made.events[-1]["message"]
-    assert "does not know this architecture" in describe(made)
+    assert "does not know this architecture" in dry_run(made).text()
 
 
 def test_data_and_templates_that_are_not_there_are_in_the_report(
@@ -230,7 +230,7 @@ def test_a_cluster_is_planned_from_a_laptop() -> None:
     world = command.elsewhere()
     assert world == World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-80")
     plan = plan_from(command, world=world)
-    text = describe(plan, elsewhere=True)
+    text = dry_run(plan, elsewhere=True).text()
     assert re.search(r"^time  .* s per step .* GPU-hours without", text, re.MULTILINE)
     assert re.search(r"^the cluster    fits", text, re.MULTILINE)
     assert "this machine" not in text
@@ -279,7 +279,7 @@ def test_an_evaluation_reads_each_held_out_set_and_the_old_data(tmp_path: Path) 
 def test_a_cluster_that_is_too_small_gets_changes_that_help() -> None:
     words = [*CLUSTER, "model.name=llama-3-70b", "--gpus", "8", "--gpu", "a100-80"]
     command = parse_command(words)
-    text = describe(plan_from(command, world=command.elsewhere()), elsewhere=True)
+    text = dry_run(plan_from(command, world=command.elsewhere()), elsewhere=True).text()
     assert re.search(r"^the cluster    does not fit: \w", text, re.MULTILINE)
 
 

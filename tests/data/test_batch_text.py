@@ -9,10 +9,10 @@ import pytest
 
 from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
+from harness.data.batch_text import MOST_TOKENS, MOST_WINDOWS, _text, show_step
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
-from tools.batch_text import MOST_TOKENS, MOST_WINDOWS, _text, show_step
 
 
 def test_it_shows_what_is_trained_on(library: Data) -> None:
@@ -42,9 +42,9 @@ def test_it_is_short_unless_all_is_asked_for(library: Data) -> None:
     assert "more windows" not in whole
     tokens = [*range(3, 10 + 2 * MOST_TOKENS)]
     learned = [(token, True) for token in tokens]
-    assert " ... 7 tokens ... " in _text(library, learned, False, False)
+    assert " ... 7 tokens ... " in _text(library.tokenizer, learned, False, False)
     decoded = repr(library.tokenizer.decode(tokens))[1:-1]
-    assert _text(library, learned, False, True) == f"«{decoded}»"
+    assert _text(library.tokenizer, learned, False, True) == f"«{decoded}»"
 
 
 def test_masks_and_positions(
