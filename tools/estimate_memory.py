@@ -8,8 +8,7 @@
 
 The numbers come from the plan that train.py would make from the same arguments. Exit code 0, 3 if
 it does not fit, 2 for arguments that cannot be planned. Needs no GPU; needs torch only for --trace
-and for
-architectures that have to be traced.
+and for architectures that have to be traced.
 """
 
 import argparse

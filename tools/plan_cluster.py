@@ -36,9 +36,9 @@ from tools.plan_args import add_kernels
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text or JSON on standard output -> exit code."""
-    if "--calibrate" in argv:
-        return _calibrate(argv)
-    args = _parser().parse_intermixed_args(argv)
+    args = _parser(calibrates="--calibrate" in argv).parse_intermixed_args(argv)
+    if args.calibrate:
+        return _calibrate(args)
     try:
         question = question_of(args)
         answer = answer_to(args, question)
@@ -56,11 +56,7 @@ def main(argv: list[str]) -> int:
     return int(ExitCode.DONE if best else ExitCode.DOES_NOT_FIT)
 
 
-def _calibrate(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(usage="%(prog)s --calibrate RUN... --rates FILE")
-    parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", required=True)
-    parser.add_argument("--rates", type=Path, metavar="FILE", required=True)
-    args = parser.parse_args(argv)
+def _calibrate(args: argparse.Namespace) -> int:
     try:
         say(calibrate(args.calibrate, args.rates))
     except ValueError as error:
@@ -116,12 +112,17 @@ def _count_of(text: str) -> int:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, calibrates: bool = False) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=HelpFormatter)
-    add = parser.add_argument
-    add("--model", required=True, help="preset, config.json, folder or hub id")
-    add("--gpus", type=_count_of, required=True, help="total number of GPUs")
-    add("--gpu", required=True, help="GPU type, such as h100-80")
+    add, job = parser.add_argument, {"required": not calibrates}
+    add("--model", **job, help="preset, config.json, folder or hub id")
+    add(
+        "--init-from",
+        metavar="WEIGHTS",
+        help="continue from these weights, a folder or hub id (default: random weights)",
+    )
+    add("--gpus", type=_count_of, **job, help="total number of GPUs")
+    add("--gpu", **job, help="GPU type, such as h100-80")
     add_kernels(parser)
     add("--gpus-per-node", type=_count_of, help="GPUs per node (default: up to 8)")
     add("--network", type=_positive, metavar="GB/S", help="network bandwidth of a node, per GPU")
@@ -147,10 +148,18 @@ def _parser() -> argparse.ArgumentParser:
         "--rates",
         type=Path,
         metavar="JSON",
+        required=calibrates,
         help="rates that --calibrate RUN... --rates JSON wrote for nodes of this kind",
     )
-    add("--seq-len", type=_count_of, required=True, help="tokens per sample")
-    add("--global-batch", type=_count_of, required=True, help="samples per step")
+    add(
+        "--calibrate",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help="instead of planning, refit rates to the metrics of these runs and write --rates",
+    )
+    add("--seq-len", type=_count_of, **job, help="tokens per sample")
+    add("--global-batch", type=_count_of, **job, help="samples per step")
     add(
         "--data-tokens",
         type=_tokens,
@@ -158,6 +167,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     add("--deadline-days", type=_positive, help="report whether the job meets this deadline")
     add("--price", type=_positive, help="price per GPU-hour")
+    add("--budget", type=_positive, help="recommend only what costs no more, failures included")
     add("--lora", type=_count_of, metavar="RANK", help="train only adapters of this rank")
     add("--quantize", choices=("nf4", "fp4"), help="4-bit type of the frozen weights, with --lora")
     add(

@@ -147,7 +147,7 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     given = [name for name in of_dry_runs if getattr(options, name) not in (None, False, 0)]
     if given and not options.dry_run:
         names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        parser.error(f"{names}: {'are' if given[1:] else 'is'} for dry runs: add --dry-run")
+        parser.error(f"only a dry run takes {names}: add --dry-run")
     if options.show < 0:
         parser.error(f"--show {options.show}: it must be at least 1")
     if options.gpus_per_node is not None and options.gpus is None:

@@ -63,16 +63,12 @@ USUAL_NODE = 8
 def cluster(
     gpus: int, gpus_per_node: int | None, gpu: str | None, kernels: Sequence[str] = ()
 ) -> World:
-    """Return a world of GPU nodes. Raises ConfigError with every problem of the arguments.
+    """Return a world of GPU nodes, whose plan rejects an unknown `gpu`. Raises ConfigError with
+    every problem of the arguments.
 
     `kernels`: packages of STATE_KERNELS that are installed there.
     """
     problems = []
-    if gpu is not None:
-        try:
-            find_gpu(gpu)
-        except ValueError as error:
-            problems.append(f"--gpu: {error}")
     for flag, size in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if size is not None and size < 1:
             problems.append(f"{flag} is {size}: it must be at least 1")
@@ -83,7 +79,7 @@ def cluster(
             "--gpus-per-node"
         )
     if problems:
-        raise ConfigError(problems)
+        raise ConfigError([*unknown_gpu(gpu), *problems])
     return World(
         world_size=gpus,
         local_world_size=per_node,
@@ -91,6 +87,22 @@ def cluster(
         gpu=gpu,
         kernels=tuple(kernels),
     )
+
+
+def unknown_gpu(gpu: str | None) -> list[str]:
+    """Return a problem if the table lacks a GPU."""
+    try:
+        if gpu is not None:
+            find_gpu(gpu)
+    except ValueError as error:
+        return [f"--gpu: {error}"]
+    return []
+
+
+def check_gpu(draft: Draft) -> None:
+    """Reject a GPU that is not in the table, for a plan of other machines."""
+    if not draft.here:
+        draft.problems.say(*unknown_gpu(draft.world.gpu))
 
 
 _QUANTIZED = "zero_optimization.zero_quantized_gradients"

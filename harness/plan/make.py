@@ -49,7 +49,7 @@ from harness.plan.layers import (
     check_skipped,
     note_kernels,
 )
-from harness.plan.machine import check_shared_gpus
+from harness.plan.machine import check_gpu, check_shared_gpus
 from harness.plan.merge_settings import merge_settings
 from harness.plan.model import check_experts, estimated, find_model
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
@@ -97,6 +97,7 @@ JSON_PASSES: tuple[Pass, ...] = (
     decide_precision,
     fill_in_swap_folder,
     check_secondary,
+    check_gpu,
     check_shared_gpus,
     apply_rules,
 )

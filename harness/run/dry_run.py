@@ -53,12 +53,11 @@ class DryRun:
 
     @property
     def fits(self) -> bool | None:
-        """False if the run would end for lack of room; None if that is unknown."""
+        """False if the run would end for lack of room; None if that is unknown, or tight."""
         estimate = self.plan.estimate
-        if self.lacking:
-            return False
-        is_known = estimate and (not self.elsewhere or estimate.device_bytes is not None)
-        return True if is_known else None
+        if self.lacking or estimate is None:
+            return False if self.lacking else None
+        return None if self.elsewhere and estimate.verdict != "fits" else True
 
     @property
     def code(self) -> ExitCode:
@@ -95,7 +94,9 @@ class DryRun:
             "fits": self.fits,
             "verdict": self.verdict,
             "time": step and step.to_json(),
-            "data": self.data, "notes": self.notes, "run_dir": self.run_dir,
+            "data": self.data,
+            "notes": self.notes,
+            "run_dir": self.run_dir,
             "examples": [
                 {
                     "heading": heading,

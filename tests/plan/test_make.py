@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import changes_that_help
 from harness.layout.world import World
 from harness.plan import resolve_auto
@@ -19,10 +20,12 @@ from harness.plan.duration import beside_of, job_of, length, step_time
 from harness.plan.machine import cluster
 from harness.plan.make import takes
 from harness.plan.text import summary
-from harness.run.dry_run import dry_run
+from harness.run.dry_run import DryRun, dry_run
 from tests.plan.plans import Planner
 from tests.plan.test_ds_shapes import SHAPES
 from tests.real_runs import TRAIN, environment
+from tools.cluster.ask import question_of
+from tools.plan_cluster import _parser
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
@@ -62,6 +65,8 @@ UNKNOWN = "unrecognized arguments: "
         ("--config", 2, "\n"),
         ("--config a.toml --config b.toml", 2, "--config is given twice, a.toml and b.toml: use"),
         ("--gpus 4", 2, "add --dry-run"),
+        ("--json --show 3", 2, "only a dry run takes --json, --show: add --dry-run"),
+        ("--dry-run --show -1", 2, "--show -1: it must be at least 1"),
         ("--dry-run --gpus-per-node 4", 2, "--gpus-per-node 4: add --gpus"),
         ("--dry-run --gpus-per-node 4 --gpu h100-80", 2, "--gpus-per-node 4: add --gpus"),
         ("--deepspeed_config x.json", 2,
@@ -89,11 +94,12 @@ def test_help_and_usage_errors_exit_with_a_text(
 
 def test_texts_of_any_script_are_shown_on_any_terminal(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("на любом языке\n" * 5000)
-    command = [sys.executable, TRAIN, "--dry-run", f"data.path={tmp_path / 'a.txt'}"]
+    command = [sys.executable, TRAIN, "--dry-run", "--show", "1", f"data.path={tmp_path / 'a.txt'}"]
     ascii_alone = environment(PYTHONIOENCODING="ascii")
     done = subprocess.run(command, env=ascii_alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert r"the first begins '\u043d\u0430" in done.stdout
+    assert r"\u043d\u0430\xab" in done.stdout  # «
 
 
 @pytest.fixture
@@ -283,6 +289,43 @@ def test_a_cluster_that_is_too_small_gets_changes_that_help() -> None:
     assert re.search(r"^the cluster    does not fit: \w", text, re.MULTILINE)
 
 
+def test_two_changes_make_8b_fit_on_eight_cards_of_24_gib() -> None:
+    """Neither does alone. Both are possible, and come before other lengths and more GPUs."""
+    words = [
+        "--dry-run",
+        "--gpus",
+        "8",
+        "--gpu",
+        "rtx-4090",
+        "--deepspeed",
+        "ds_configs/zero3.json",
+    ]
+    words += ["model.name=llama-3-8b", "data.seq_len=4096"]
+    seen = _elsewhere(words)
+    assert (seen.fits, seen.code) == (False, ExitCode.DOES_NOT_FIT)
+    advice, _, planner = seen.verdict.partition("; other layouts: python tools/plan_cluster.py ")
+    listed = re.findall(r"(\S+) (\S+) \(-", advice.partition("makes it fit: ")[2])
+    assert listed[0] == (
+        "model.checkpointing=selective",
+        "ds.zero_optimization.offload_optimizer.device=cpu",
+    )
+    assert "GPUs (" not in advice
+    assert "seq_len" not in advice
+    for pair in listed:
+        assert not any(_elsewhere([*words, change]).fits for change in pair)
+        fits = _elsewhere([*words, *pair])
+        assert (fits.fits, fits.code) == (True, ExitCode.DONE)
+    assert _elsewhere([*words, "plan.force=true"]).code == ExitCode.DONE  # as the run's
+    assert json.loads(json.dumps(seen.to_json()))["fits"] is False
+    asked = question_of(_parser().parse_args(shlex.split(planner)))
+    assert (asked.gpus, asked.global_batch, asked.run.data.seq_len) == (8, 48, 4096)
+
+
+def _elsewhere(words: list[str]) -> DryRun:
+    command = parse_command(words)
+    return dry_run(plan_from(command, world=command.elsewhere()), elsewhere=True)
+
+
 @pytest.mark.parametrize("machine", ["", "GPU=h100-80 RANKS=2 RANKS_PER_GPU=2"])
 def test_no_time_is_predicted_for_cpus_and_shared_gpus(machine: str, planned: Planner) -> None:
     plan = planned(machine)
@@ -294,6 +337,11 @@ def test_a_cluster_has_all_its_problems_in_one_report() -> None:
     with pytest.raises(ConfigError) as caught:
         cluster(0, -1, "h9000")
     assert len(caught.value.problems) == 3
+    with pytest.raises(ConfigError) as caught:
+        _elsewhere(["--dry-run", "--gpus", "8", "--gpu", "h9000", "model.name=llama-1c"])
+    assert [problem.partition(" is")[0][:25] for problem in caught.value.problems] == [
+        *("--gpu: unknown GPU 'h9000'"[:25], "model.name"),
+    ]
     with pytest.raises(ConfigError, match="--gpus 12 is not a multiple of 8 GPUs per node"):
         cluster(12, None, "h100-80")
 
