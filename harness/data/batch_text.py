@@ -3,9 +3,9 @@
 import itertools
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -65,10 +65,10 @@ def show_step(
     """
     targets, tokens = data.train.targets_in(first, global_batch), global_batch * data.train.seq_len
     shown = global_batch if whole else min(global_batch, MOST_WINDOWS)
-    marked = "green" if color else "in «»"
+    how = "green" if color else "in «»"
     lines = [
         f"step {step}: windows {first} to {first + global_batch - 1}, {targets:,} of {tokens:,} "
-        f"tokens are learned, {marked}; data {data.fingerprint[:16]}"
+        f"tokens are learned, {how}; data {data.fingerprint[:16]}"
     ]
     for index in range(first, first + shown):
         sample = data.train.sample(index)
@@ -95,39 +95,19 @@ def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[
         if number == MOST_EXAMPLES and not whole:
             yield f"  {len(sample.spans) - number:,} more examples"
             return
-        example = Example.of(span, sample, data.sources[sample.source])
-        yield f"  {example.heading}"
-        yield f"    {_text(data.tokenizer, example.tokens, color, whole)}"
+        heading, tokens = _example(span, sample, data.sources[sample.source])
+        yield f"  {heading}"
+        yield f"    {_text(data.tokenizer, tokens, color, whole)}"
     end = max((span.column + span.last - span.first for span in sample.spans), default=0)
     if (left := len(_tokens(sample.batch)) - end) > 0:
         yield f"  padding of {left:,} tokens"
 
 
-@dataclass(frozen=True)
-class Example:
-    """A part of a document in a window."""
-
-    source: str
-    """Its name in data.mix, or ""."""
-    document: int
-    first: int
-    """Its first token, of those of the document."""
-    file: str
-    tokens: Tokens
-
-    @classmethod
-    def of(cls, span: Span, sample: Sample, source: Source) -> Self:
-        """Return an example of a sample."""
-        own = _tokens(sample.batch)[span.column : span.column + span.last - span.first]
-        file = source.corpus.name_of(span.document)
-        return cls(source.name, span.document, span.first, file, own)
-
-    @property
-    def heading(self) -> str:
-        """Document, token range [first:end) and file."""
-        end = self.first + len(self.tokens)
-        source = f"{self.source}: " if self.source else ""
-        return f"{source}example {self.document} [{self.first}:{end}] {self.file}".rstrip()
+def _example(span: Span, sample: Sample, source: Source) -> tuple[str, Tokens]:
+    """Return the heading of an example, with its token range [first:end), and its tokens."""
+    heading = f"example {span.document} [{span.first}:{span.last}]"
+    tokens = _tokens(sample.batch)[span.column : span.column + span.last - span.first]
+    return f"{heading} {source.corpus.name_of(span.document)}".rstrip(), tokens
 
 
 def preview(spec: DataSpec, number: int) -> dict[str, Parts]:
@@ -143,14 +123,12 @@ def preview(spec: DataSpec, number: int) -> dict[str, Parts]:
         for name, part in spec.sources().items():
             source = open_source(name, part, tokenizer, Path(cache), lambda line: None)
             streams = (Stream(side, 0, "", document_mask=False) for side in source.sides.values())
-            own = [
-                Example.of(span, sample, source)
-                for stream in streams
-                for sample in map(stream.sample, range(stream.samples))
-                for span in sample.spans
-            ]
-            first = sorted(own, key=lambda one: (one.document, one.first))[:number]
-            shown |= {one.heading: _parts(tokenizer, one.tokens) for one in first}
+            samples = (stream.sample(n) for stream in streams for n in range(stream.samples))
+            own = [(span, sample) for sample in samples for span in sample.spans]
+            own.sort(key=lambda one: (one[0].document, one[0].first))
+            for span, sample in own[:number]:
+                heading, tokens = _example(span, sample, source)
+                shown[f"{name}: {heading}" if name else heading] = _parts(tokenizer, tokens)
     return shown
 
 
@@ -164,15 +142,10 @@ def _tokens(batch: Batch) -> Tokens:
 def _text(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, color: bool, whole: bool) -> str:
     """Return the text of tokens on one line, with marks around the learned ones."""
     if whole or len(tokens) <= 2 * MOST_TOKENS:
-        return _marked(tokenizer, tokens, color)
-    begin, end = (
-        _marked(tokenizer, part, color) for part in (tokens[:MOST_TOKENS], tokens[-MOST_TOKENS:])
-    )
+        return marked(_parts(tokenizer, tokens), color=color)
+    ends = tokens[:MOST_TOKENS], tokens[-MOST_TOKENS:]
+    begin, end = (marked(_parts(tokenizer, part), color=color) for part in ends)
     return f"{begin} ... {len(tokens) - 2 * MOST_TOKENS:,} tokens ... {end}"
-
-
-def _marked(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, color: bool) -> str:
-    return marked(_parts(tokenizer, tokens), color=color)
 
 
 def _parts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> Parts:

@@ -49,8 +49,7 @@ def helpful_changes(before: Estimate) -> list[Change]:
     """Return the single changes that save memory of the device, or of the host for ranks on the
     CPU: the gentlest first, other jobs last.
     """
-    candidates = sorted(_candidates(before.inputs), key=_cost)
-    return [*_tried(before, (*candidates, *_other_jobs(before.inputs)))]
+    return [*_tried(before, (*_candidates(before.inputs), *_other_jobs(before.inputs)))]
 
 
 def advised(before: Estimate, ways: Ways, most: int) -> tuple[str, list[Change]]:
@@ -59,11 +58,8 @@ def advised(before: Estimate, ways: Ways, most: int) -> tuple[str, list[Change]]
     length. If nothing does, the changes that save most.
     """
     inputs = before.inputs
-    single, others = (
-        _tried(before, candidates)
-        for candidates in (sorted(_candidates(inputs), key=_cost), _other_jobs(inputs))
-    )
-    layouts, jobs = [*single], [*others]
+    layouts = [*_tried(before, _candidates(inputs))]
+    jobs = [*_tried(before, _other_jobs(inputs))]
 
     def fitting(changes: Iterable[Change]) -> list[Change]:
         enough = (c for c in changes if c.estimate.verdict == "fits" and ways.accept(c.text))
@@ -87,33 +83,19 @@ def _tried(before: Estimate, candidates: Iterable[tuple[str, Inputs]]) -> Iterat
                 yield Change(text, after, saved)
 
 
-_GENTLEST = (
-    *("ds.bf16", "ds.fp16", "model.checkpointing", "model.mlp_tiles", "train.micro_batch"),
-    *("ds.zero_optimization.overlap_comm", "ds.zero_optimization.reduce_bucket_size"),
-    *("ds.zero_optimization.stage", "ds.pipeline", "model.activation_offload"),
-    *("ds.zero_optimization.offload_optimizer", "ds.zero_optimization.offload_param"),
-    "model.lora",
-)
-"""Beginnings of the keys to change, by what the change costs the user: time at most, then waits
-for the host, then another kind of training.
-"""
-
-
-def _cost(candidate: tuple[str, Inputs]) -> list[int]:
-    """Return the rank of a candidate: that of its dearest change counts first."""
-    changes = candidate[0].split()
-    ranks = (n for n, key in enumerate(_GENTLEST) for text in changes if text.startswith(key))
-    return sorted(ranks, reverse=True)
-
-
 def _pairs(inputs: Inputs) -> list[tuple[str, Inputs]]:
-    """Return all pairs of changes of different keys, the gentlest first."""
+    """Return all pairs of changes of different keys: the dearer of the two decides their order."""
+    ranks = {text: n for n, (text, _) in enumerate(_candidates(inputs))}
     pairs = dict[frozenset[str], tuple[str, Inputs]]()
     for first, changed in _candidates(inputs):
         for second, both in _candidates(changed):
             if first.partition("=")[0] != second.partition("=")[0]:
                 pairs.setdefault(frozenset((first, second)), (f"{first} {second}", both))
-    return sorted(pairs.values(), key=_cost)
+
+    def cost(pair: tuple[str, Inputs]) -> list[int]:
+        return sorted((ranks.get(text, len(ranks)) for text in pair[0].split()), reverse=True)
+
+    return sorted(pairs.values(), key=cost)
 
 
 def with_stage(inputs: Inputs, stage: int) -> Inputs:
@@ -157,7 +139,9 @@ def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
 
 
 def _candidates(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
-    """Yield changes of the layout, or of what is trained, for the same job on the same GPUs."""
+    """Yield changes of the layout, or of what is trained, for the same job on the same GPUs: the
+    gentlest first.
+    """
     zero = inputs.zero
     if inputs.precision == "fp32" and inputs.accelerator == "cuda":
         half = half_precision(inputs.gpu)
@@ -184,22 +168,19 @@ def _candidates(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
     pipelined = inputs.bounds is not None  # stages exclude sharded gradients and offload
     for stage in range(zero.stage + 1, 2 if pipelined else 4):
         yield f"ds.zero_optimization.stage={stage}", with_stage(inputs, stage)
-    if inputs.adapters is None and not pipelined:
-        yield (
-            f"model.lora.rank={_RANK}",
-            replace(inputs, adapters=Adapters(_RANK), liger=False, compiled=False),
-        )
-    if inputs.accelerator == "cpu":  # offloading uses the same memory
-        return
-    keeps_inputs = inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.compiled
-    if keeps_inputs and not inputs.activation_offload:
-        yield "model.activation_offload=true", replace(inputs, activation_offload=True)
-    if zero.stage and zero.offload_optimizer == "device" and not pipelined:
-        away = replace(zero, offload_optimizer="host")
-        yield "ds.zero_optimization.offload_optimizer.device=cpu", replace(inputs, zero=away)
-    if zero.stage == 3 and zero.offload_param == "device":
-        away = replace(zero, offload_param="host")
-        yield "ds.zero_optimization.offload_param.device=cpu", replace(inputs, zero=away)
+    if inputs.accelerator == "cuda":  # on the CPU, offloading uses the same memory
+        keeps_inputs = inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.compiled
+        if keeps_inputs and not inputs.activation_offload:
+            yield "model.activation_offload=true", replace(inputs, activation_offload=True)
+        if zero.stage and zero.offload_optimizer == "device" and not pipelined:
+            away = replace(zero, offload_optimizer="host")
+            yield "ds.zero_optimization.offload_optimizer.device=cpu", replace(inputs, zero=away)
+        if zero.stage == 3 and zero.offload_param == "device":
+            away = replace(zero, offload_param="host")
+            yield "ds.zero_optimization.offload_param.device=cpu", replace(inputs, zero=away)
+    if inputs.loads_weights and inputs.adapters is None and not pipelined:
+        adapted = replace(inputs, adapters=Adapters(_RANK), liger=False, compiled=False)
+        yield f"model.lora.rank={_RANK}", adapted
 
 
 def _other_jobs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:

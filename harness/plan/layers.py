@@ -11,7 +11,7 @@ from harness.layout.recompute import REVERSIBLE
 from harness.layout.state_size import CARRIED
 from harness.plan.machine import missing_for_compile
 from harness.plan.model_config import published_weights
-from harness.plan.plan import Draft
+from harness.plan.plan import NOT_TRAINED, Draft
 
 _OFFLOAD, _TILES = "model.activation_offload", "model.mlp_tiles"
 _CARRY, _RANK = "train.carry_state", "model.lora.rank"
@@ -233,7 +233,8 @@ def check_adapters(draft: Draft) -> None:
     if config.model.init_from is None:
         weights = published_weights(config.model.name)
         use = f"set model.init_from{f'={weights}' if weights else ''}"
-        draft.refuse_here(_RANK, "but adapters need pretrained weights", use)
+        why = draft.problems.worded(_RANK, "but adapters need pretrained weights", use)
+        draft.problems.say(why) if draft.here else draft.note(NOT_TRAINED, why)
     if draft.here:
         _require_packages(draft)
     for pattern in frozen:

@@ -79,7 +79,7 @@ def cluster(
             "--gpus-per-node"
         )
     if problems:
-        raise ConfigError([*unknown_gpu(gpu), *problems])
+        raise ConfigError(problems)
     return World(
         world_size=gpus,
         local_world_size=per_node,
@@ -89,20 +89,13 @@ def cluster(
     )
 
 
-def unknown_gpu(gpu: str | None) -> list[str]:
-    """Return a problem if the table lacks a GPU."""
-    try:
-        if gpu is not None:
-            find_gpu(gpu)
-    except ValueError as error:
-        return [f"--gpu: {error}"]
-    return []
-
-
 def check_gpu(draft: Draft) -> None:
     """Reject a GPU that is not in the table, for a plan of other machines."""
-    if not draft.here:
-        draft.problems.say(*unknown_gpu(draft.world.gpu))
+    if (gpu := draft.world.gpu) is not None and not draft.here:
+        try:
+            find_gpu(gpu)
+        except ValueError as error:
+            draft.problems.say(f"--gpu: {error}")
 
 
 _QUANTIZED = "zero_optimization.zero_quantized_gradients"

@@ -274,7 +274,7 @@ def takes(plan: Plan) -> Ways:
     return Ways(accept, _planner(plan))
 
 
-_SEARCHED = ("name", "checkpointing", "activation_offload", "mlp_tiles", "lora", "init_from")
+_ASKED = ("name", "checkpointing", "activation_offload", "mlp_tiles", "lora", "init_from")
 
 
 def _planner(plan: Plan) -> str:
@@ -283,7 +283,7 @@ def _planner(plan: Plan) -> str:
     gpu = known_gpu(world.gpu)
     if gpu is None or world.ranks_per_gpu > 1:
         return ""
-    words = {
+    asked = {
         "--model": model.name,
         "--gpus": world.world_size,
         "--gpus-per-node": world.local_world_size,
@@ -294,15 +294,11 @@ def _planner(plan: Plan) -> str:
         "--lora": model.lora.rank,
         "--quantize": model.lora.quantize,
     }
-    flags = [f"{flag} {shlex.quote(str(value))}" for flag, value in words.items() if value]
-    run = plan.asked
-    keys = [f"model.{name}" for name in type(model).model_fields if name not in _SEARCHED]
-    settings = [
-        shlex.quote(f"{key}={value_as_text(run.get(key))}")
-        for key in (*keys, "optim.name")
-        if run.is_set(key)
-    ]
-    return " ".join(["python tools/plan_cluster.py", *flags, *settings])
+    flags = [f"{flag} {shlex.quote(str(value))}" for flag, value in asked.items() if value]
+    own = (f"model.{name}" for name in type(model).model_fields if name not in _ASKED)
+    settings = {key: plan.asked.get(key) for key in (*own, "optim.name") if plan.asked.is_set(key)}
+    words = [shlex.quote(f"{key}={value_as_text(value)}") for key, value in settings.items()]
+    return " ".join(["python tools/plan_cluster.py", *flags, *words])
 
 
 def _refusals(plan: Plan, change: str = "") -> Iterator[str]:

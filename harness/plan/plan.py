@@ -243,14 +243,7 @@ class Draft:
 
     def refuse_layout(self, key: str, why: str, use: str = "") -> None:
         """Add a problem of the layout; only an event if the plan is made for its estimate."""
-        self._refuse(self.estimating, key, why, use)
-
-    def refuse_here(self, key: str, why: str, use: str) -> None:
-        """Add a problem of what the run needs; only an event if the plan is for other machines."""
-        self._refuse(not self.here, key, why, use)
-
-    def _refuse(self, is_noted: bool, key: str, why: str, use: str) -> None:
-        if is_noted:
+        if self.estimating:
             self.note(NOT_TRAINED, self.problems.worded(key, why, use))
         else:
             self.problems.add(key, why, use)

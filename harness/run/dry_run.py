@@ -49,7 +49,7 @@ class DryRun:
     other: list[str]
     """What they may lack, too."""
     examples: dict[str, Parts]
-    """The first examples by heading, if asked for."""
+    """The first examples by heading, if asked for: the parts of each, and if they are learned."""
 
     @property
     def fits(self) -> bool | None:
@@ -97,13 +97,7 @@ class DryRun:
             "data": self.data,
             "notes": self.notes,
             "run_dir": self.run_dir,
-            "examples": [
-                {
-                    "heading": heading,
-                    "parts": [{"text": text, "learned": learned} for text, learned in parts],
-                }
-                for heading, parts in self.examples.items()
-            ],
+            "examples": self.examples,
             "plan": self.plan.to_json(),
         }
 

@@ -35,8 +35,11 @@ def describe(args: argparse.Namespace, question: Question, answer: Answer) -> st
     lines = [*textwrap.wrap(head, WIDTH), *_start(args, question), ""]
     if best is None:
         nearest = sorted(answer.ways.items(), key=lambda way: counted.index(way[1]))
-        why = [f"{_unaffordable(question, answer)}The nearest:", *_rows(dict(nearest), None)]
-        return "\n".join([*lines, *why])
+        why = "Nothing fits. The nearest:"
+        if question.budget and counted[0].fits is not False:
+            tokens = question.data_tokens * question.budget / question.cost(counted[0])
+            why = f"Nothing is within the budget, which pays for about {short(tokens, 3)} tokens:"
+        return "\n".join([*lines, why, *_rows(dict(nearest), None)])
     others = ["", "Why not ...?", *_rows(answer.ways, best)] if answer.ways else []
     return "\n".join(
         [
@@ -54,19 +57,6 @@ def _start(args: argparse.Namespace, question: Question) -> list[str]:
     if published and not weights:
         text = f"It starts from random weights. From the published ones: --init-from {published}"
     return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
-
-
-def _unaffordable(question: Question, answer: Answer) -> str:
-    """Return why nothing is recommended, and what the budget buys."""
-    quickest = answer.counted[0]
-    if question.budget is None or quickest.fits is False:
-        return "Nothing fits. "
-    cost = question.cost(quickest)
-    tokens = short(question.data_tokens * question.budget / cost, 3)
-    return (
-        f"Nothing is within the budget of {question.budget:g}: the quickest layout costs "
-        f"{cost:,.0f}.\nThe budget pays for about {tokens} tokens (--data-tokens). "
-    )
 
 
 def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) -> list[str]:
