@@ -80,8 +80,8 @@ def test_the_estimate_is_the_same_on_any_machine(json_name):
 
 
 def test_a_run_that_does_not_fit_is_told_what_would():
-    words = ("--gpu", "a100-40", "--seq-len", "8192", "--micro-batch", "2")
-    text = run(*LARGE, *words, code=ExitCode.DOES_NOT_FIT).stdout
+    too_small = ("--gpu", "a100-40", "--seq-len", "8192", "--micro-batch", "2")
+    text = run(*LARGE, *too_small, code=ExitCode.DOES_NOT_FIT).stdout
     for words in ("Verdict: does not fit", "model.checkpointing=full", "stage 1", "rejected"):
         assert words in text
     assert "was assumed" not in text

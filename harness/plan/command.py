@@ -146,8 +146,8 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     of_dry_runs = ("gpus", "gpu", "gpus_per_node", "json", "show")
     given = [name for name in of_dry_runs if getattr(options, name) not in (None, False, 0)]
     if given and not options.dry_run:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
-        parser.error(f"only a dry run takes {names}: add --dry-run")
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"only a dry run takes {flags}: add --dry-run")
     if options.show < 0:
         parser.error(f"--show {options.show}: it must be at least 1")
     if options.gpus_per_node is not None and options.gpus is None:
