@@ -66,7 +66,9 @@ def question_of(args: argparse.Namespace) -> Question:
 
     run, world = valid(lambda: run_of(args)), valid(lambda: world_of(args))
     valid(lambda: _with_ds_keys(args, {}))
-    base = run and world and valid(lambda: _base(args, run, world))
+    # Two sizes of a batch would conflict once more.
+    is_clear = not any(text.startswith("train.global_batch") for text in problems)
+    base = is_clear and run and world and valid(lambda: _base(args, run, world))
     if problems or not (run and world and base):
         raise ConfigError(dict.fromkeys(problems))
     some = next(iter(base.values()))
