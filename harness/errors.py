@@ -20,6 +20,8 @@ class ExitCode(IntEnum):
 
     DONE = 0
     BAD_CONFIG = 2
+    DOES_NOT_FIT = 3
+    """Of a dry run, an estimate or a plan of a cluster: the machines lack room for the run."""
     CANNOT_SAVE = 74
     STOPPED = 75
     DIVERGED = 76

@@ -74,6 +74,24 @@ def takes_colour(stream: TextIO, environ: Mapping[str, str] = os.environ) -> boo
     return stream.isatty() and not environ.get("NO_COLOR") and environ.get("TERM") != "dumb"
 
 
+Parts = list[tuple[str, bool]]
+"""Parts of a text, each with True if it is learned."""
+
+
+def marked(parts: Parts, *, color: bool, most: int = sys.maxsize) -> str:
+    """Return parts on one line, learned ones green (`color`) or in «», each with the middle left
+    out if it is longer than `most` characters.
+    """
+    opens, closes = (_GREEN, _PLAIN) if color else ("«", "»")
+    texts = []
+    for text, is_learned in parts:
+        if (more := len(text) - most) > 0:
+            text = f"{text[: most // 2]} ... {more:,} characters ... {text[-most // 2 :]}"
+        plain = repr(text)[1:-1]
+        texts.append(f"{opens}{plain}{closes}" if is_learned else plain)
+    return "".join(texts)
+
+
 def say(text: str, stream: TextIO | None = None) -> None:
     """Print a text and flush the stream. If its reader is gone, as after `| head`, nothing more is
     shown, and the run goes on.

@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import json
 import sys
 from pathlib import Path
 
@@ -19,8 +20,8 @@ def main(argv: list[str]) -> int:
         from harness.errors import ConfigError, JoinRefused, RunStopped
         from harness.layout.world import has_other_nodes
         from harness.plan.command import parse_command, plan_from
-        from harness.run.dry_run import describe, without_torch
-        from harness.terminal import say
+        from harness.run.dry_run import dry_run, without_torch
+        from harness.terminal import say, takes_colour
 
         command = parse_command(argv)
         if command.dry_run:
@@ -29,9 +30,12 @@ def main(argv: list[str]) -> int:
             elsewhere = command.elsewhere()
             plan = plan_from(command, world=elsewhere)
             if command.dry_run:
-                without_torch()
-                say(describe(plan, elsewhere is not None, command.trust_remote_code))
-                return 0
+                if not command.show:
+                    without_torch()
+                seen = dry_run(plan, elsewhere is not None, command.trust_remote_code, command.show)
+                colour = takes_colour(sys.stdout)
+                say(json.dumps(seen.to_json()) if command.json else seen.text(color=colour))
+                return int(seen.code)
             from harness.engine.importing import importing
 
             with importing():  # torch and DeepSpeed from here on

@@ -240,11 +240,11 @@ def test_a_change_that_saves_memory_is_planned(words: str, speaker: Speaker) -> 
     planned = speaker.planned
     plan = planned(words)
     assert plan.estimate is not None
-    is_possible = takes(plan)
+    ways = takes(plan)
     changes = [change.text for change in helpful_changes(plan.estimate) if "=" in change.text]
     refused = [change for change in changes if not _is_planned(planned, followed(words, change))]
-    assert refused == [change for change in changes if not is_possible(change)]
-    shown = changes_that_help(plan.estimate, 1, is_possible)
+    assert refused == [change for change in changes if not ways.accept(change)]
+    shown = changes_that_help(plan.estimate, 1, ways)
     assert refused
     assert not [change for change in refused if f"{change} (" in shown]
 

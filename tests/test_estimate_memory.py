@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from harness.errors import ExitCode
+from harness.estimate.fit import Ways
 from harness.estimate.memory_item import PHASES
 from harness.report.palette import COMPONENTS
 from tests.run_tools import run_tool
@@ -78,7 +80,8 @@ def test_the_estimate_is_the_same_on_any_machine(json_name):
 
 
 def test_a_run_that_does_not_fit_is_told_what_would():
-    text = run(*LARGE, "--gpu", "a100-40", "--seq-len", "8192", "--micro-batch", "2").stdout
+    too_small = ("--gpu", "a100-40", "--seq-len", "8192", "--micro-batch", "2")
+    text = run(*LARGE, *too_small, code=ExitCode.DOES_NOT_FIT).stdout
     for words in ("Verdict: does not fit", "model.checkpointing=full", "stage 1", "rejected"):
         assert words in text
     assert "was assumed" not in text
@@ -130,7 +133,9 @@ def test_the_parts_of_a_batch_that_are_not_set_are_assumed(words, batch):
     plan = plan_of(parser.parse_args(["--gpus=8", *words]), estimating=True)
     assert (plan.micro_batch, plan.grad_accum) == batch
     whole = plan.estimate.to_json()
-    assert "0.00  #" not in describe(plan.estimate)  # parts that are too small get no bar
+    assert "0.00  #" not in describe(
+        plan.estimate, None, Ways()
+    )  # parts that are too small get no bar
     assert whole | Point({}, plan.estimate).to_json() == whole
 
 

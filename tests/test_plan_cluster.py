@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import yaml  # type: ignore[import-untyped]
 
+from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.estimate.hardware import find_gpu
@@ -21,10 +22,13 @@ from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.calibration import Site
 from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import estimate_memory
+from harness.layout.world import World
 from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.duration import job_of, step_time
+from harness.plan.fine_tuning import continued_rate
 from harness.plan.machine import cluster
-from harness.run.dry_run import describe
+from harness.plan.make import make_plan
+from harness.run.dry_run import dry_run
 from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
@@ -407,7 +411,7 @@ def test_the_written_files_are_the_job_that_was_priced(
     asked = load_run_config(None, more)
     assert run["optim"]["schedule"] == asked.optim.schedule
     assert run["train"].get("steps") == asked.train.steps
-    assert "a rate" not in describe(plan, elsewhere=True)
+    assert "a rate" not in dry_run(plan, elsewhere=True).text()
 
 
 @pytest.mark.parametrize(
@@ -485,21 +489,56 @@ def test_each_launcher_has_a_script_that_runs_anywhere(tmp_path: Path) -> None:
     assert (checked.deepspeed_path, checked.config_path) == (two / "ds.json", two / "run.toml")
 
 
-def test_lora_plan_uses_the_weights_of_the_preset(tmp_path: Path) -> None:
-    words = ("--model", "llama-3-8b", "--gpu", "h100-80", "--lora", 16)
-    run_tool("plan_cluster", *JOB, *words, "--write", tmp_path)
-    run = tomllib.loads((tmp_path / "run.toml").read_text())["model"]
-    assert (run["init_from"], run["lora"]) == ("meta-llama/Meta-Llama-3-8B", {"rank": 16})
-    assert "name" not in run
+LLAMA = ("--model", "llama-3-8b", "--gpu", "h100-80")
+LORA, ADAPTERS = ("--lora", 16), {"lora": {"rank": 16}}
+WEIGHTS, FROM_THEM = "meta-llama/Meta-Llama-3-8B", "From the published ones: --init-from"
 
 
-def test_lora_plan_uses_init_from_of_the_user(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("words", "model", "rate", "said"),
+    [
+        (LLAMA, {"name": "llama-3-8b"}, 3e-4, f"random weights. {FROM_THEM} {WEIGHTS}"),
+        ((*LLAMA, "--init-from", WEIGHTS), {"init_from": WEIGHTS}, 9.7e-5, WEIGHTS),
+        ((*LLAMA, *LORA), {"init_from": WEIGHTS, **ADAPTERS}, None, f"weights of {WEIGHTS}."),
+        (("--init-from", "$here"), {"init_from": "$here"}, 1e-4, "weights of $here."),
+        ((*LORA, "model.init_from=$here"), {"init_from": "$here", **ADAPTERS}, None, "$here"),
+    ],
+)
+def test_the_job_starts_from_the_weights_that_it_names(
+    words: tuple[object, ...],
+    model: dict[str, Any],
+    rate: float | None,
+    said: str,
+    tmp_path: Path,
+) -> None:
     sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    words = ("--lora", 16, f"model.init_from={tmp_path}", "--write", tmp_path / "plan")
-    run_tool("plan_cluster", *JOB, *words)
-    run = tomllib.loads((tmp_path / "plan/run.toml").read_text())["model"]
-    assert run == {"init_from": str(tmp_path), "lora": {"rank": 16}}
+    words = tuple(str(word).replace("$here", str(tmp_path)) for word in words)
+    text = run_tool("plan_cluster", *JOB, *words, "--write", tmp_path / "plan").stdout
+    run = tomllib.loads((tmp_path / "plan/run.toml").read_text().replace(str(tmp_path), "$here"))
+    assert (run["model"], run["optim"].get("lr")) == (model, rate)
+    assert said.replace("$here", str(tmp_path)) in " ".join(text.split())
+
+
+def test_continued_rates_are_those_of_the_recipe() -> None:
+    recipe = (REPOSITORY / "docs/recipes/continued.toml").read_text()
+    rates = {"llama-2-7b": 1e-4, "llama-3-70b": 5e-5}
+    for model, rate in rates.items():
+        assert f"{rate:g}".replace("e-0", "e-") in recipe
+        plan = make_plan(RunConfig.model_validate({"model": {"name": model}}), {}, World())
+        assert plan.shape is not None
+        assert continued_rate(plan.shape)[0] == rate
+
+
+def test_a_budget_limits_what_is_recommended() -> None:
+    priced = (*JOB, "--price", 2, "--budget")
+    cost = answer(*priced, 1e6)["layouts"][0]["cost"]
+    usual = answer_to(args := arguments(*priced, 1.001 * cost), question_of(args)).best
+    assert usual is not None
+    assert usual.question.cost(usual) == pytest.approx(cost, rel=1e-4)
+    done = run_tool("plan_cluster", *priced, cost / 2, code=3)
+    assert "Nothing is within the budget, which pays for about 1.2" in done.stdout  # of 2.5B
+    assert "more than the budget" in " ".join(done.stdout.split())
 
 
 def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
@@ -511,9 +550,9 @@ def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
         assert words in text
 
 
-def test_a_model_that_nothing_holds_is_code_1_with_the_nearest() -> None:
+def test_a_model_that_nothing_holds_is_code_3_with_the_nearest() -> None:
     small = ("--gpus", 1, "--gpu", "a100-40", "--seq-len", 4096, "--global-batch", 8)
-    done = run_tool("plan_cluster", "--model", "llama-3-70b", *small, code=1)
+    done = run_tool("plan_cluster", "--model", "llama-3-70b", *small, code=3)
     assert "Nothing fits. The nearest:" in done.stdout
     assert "GiB too much" in done.stdout
 

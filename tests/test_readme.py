@@ -15,7 +15,7 @@ from harness.errors import ConfigError
 from harness.launch.ranks import free_port
 from harness.layout.world import World
 from harness.plan.command import parse_command, plan_from
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from tests.real_runs import TRAIN, run_ranks
 from tests.run_tools import run_tool
 from tests.tables import beside
@@ -239,7 +239,7 @@ def test_what_the_readme_shows_is_what_is_printed(monkeypatch: pytest.MonkeyPatc
     plan, report, *_ = re.findall(r"```text\n(.*?)```", README, re.DOTALL)
     command = parse_command(shlex.split(next(c for c in COMMANDS if "--dry-run" in c))[2:])
     planned = plan_from(command, cpu, command.elsewhere())
-    printed = describe(planned, elsewhere=True).splitlines()
+    printed = dry_run(planned, elsewhere=True).text().splitlines()
     assert [line for line in plan.splitlines() if line not in printed] == []
     words = re.findall(r"`(train\.step=10\s.*?)`", README, re.DOTALL)[0].split()
     with pytest.raises(ConfigError) as caught:

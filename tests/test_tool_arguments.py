@@ -31,10 +31,10 @@ def test_wrong_arguments_are_one_report(tool: str, line: str, said: str | list[s
 HEAVY = {"torch", "transformers", "deepspeed", "accelerate", "numpy", "matplotlib"}
 PLAN = """
 from harness.plan.command import parse_command, plan_from
-from harness.run.dry_run import describe
-describe(plan_from(parse_command([]), {"DS_ACCELERATOR": "cpu"}))
+from harness.run.dry_run import dry_run
+dry_run(plan_from(parse_command([]), {"DS_ACCELERATOR": "cpu"})).text()
 command = parse_command(["--dry-run", "--gpus", "8", "--gpu", "a100-80", "model.name=llama-1b"])
-assert "time" in describe(plan_from(command, world=command.elsewhere()), True)
+assert "time" in dry_run(plan_from(command, world=command.elsewhere()), True).text()
 """
 LARGE = ["--model=llama-3-8b", "--deepspeed=ds_configs/zero3.json", "--gpus=64", "--gpu=h100-80"]
 LIGHT = {

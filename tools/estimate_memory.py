@@ -6,9 +6,9 @@
     python tools/estimate_memory.py --model qwen3-8b --gpus 8 --gpu a100-80 \\
         --sweep micro_batch=1..8 seq_len=2048..32768 --plot memory.svg
 
-The numbers come from the plan that train.py would make from the same arguments. Exit code 0, or
-2 for arguments that cannot be planned. Needs no GPU; needs torch only for --trace and for
-architectures that have to be traced.
+The numbers come from the plan that train.py would make from the same arguments. Exit code 0, 3 if
+it does not fit, 2 for arguments that cannot be planned. Needs no GPU; needs torch only for --trace
+and for architectures that have to be traced.
 """
 
 import argparse
@@ -81,7 +81,8 @@ def main(argv: list[str]) -> int:
         else:
             figure = plot.estimate_drawn(memory, *titles(plan))
         write_plot(args.plot, figure)
-    return int(ExitCode.DONE)
+    verdicts = memory.verdict, on_host.get("host_verdict")
+    return int(ExitCode.DOES_NOT_FIT if "does not fit" in verdicts else ExitCode.DONE)
 
 
 def _on_host(memory: Estimate, host_gib: float | None) -> dict[str, Any]:

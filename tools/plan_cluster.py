@@ -10,7 +10,7 @@ The planner counts most layouts that train.py accepts (exceptions: docs/planner.
 pipeline stages, tensor, sequence and expert parallelism, micro-batch and checkpointing. It
 recommends the least risky layout among those that no other beats beyond the error of the estimated
 time. --write saves its DeepSpeed JSON, run config and scripts. Needs neither a GPU nor torch. Exit
-code 0; 1 if nothing fits; 2 for a job that cannot be planned.
+code 0; 3 if nothing fits, or nothing within --budget; 2 for a job that cannot be planned.
 """
 
 import argparse
@@ -37,9 +37,9 @@ from tools.plan_args import add_kernels
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text or JSON on standard output -> exit code."""
-    if "--calibrate" in argv:
-        return _calibrate(argv)
-    args = _parser().parse_intermixed_args(argv)
+    args = _parser(calibrates="--calibrate" in argv).parse_intermixed_args(argv)
+    if args.calibrate:
+        return _calibrate(args)
     try:
         question = question_of(args)
         answer = answer_to(args, question)
@@ -54,14 +54,10 @@ def main(argv: list[str]) -> int:
     else:
         say(describe(args, question, answer))
         print(*others, *written, sep="\n", end="\n" if others or written else "")
-    return 0 if best else 1
+    return int(ExitCode.DONE if best else ExitCode.DOES_NOT_FIT)
 
 
-def _calibrate(argv: list[str]) -> int:
-    parser = argparse.ArgumentParser(usage="%(prog)s --calibrate RUN... --rates FILE")
-    parser.add_argument("--calibrate", type=Path, nargs="+", metavar="RUN", required=True)
-    parser.add_argument("--rates", type=Path, metavar="FILE", required=True)
-    args = parser.parse_args(argv)
+def _calibrate(args: argparse.Namespace) -> int:
     try:
         say(calibrate(args.calibrate, args.rates))
     except ValueError as error:
@@ -122,25 +118,32 @@ _VALUES: dict[str, tuple[Callable[[str], object], str, str]] = {
     "--host-memory": (_positive, "GIB", "host memory per node (default: 256 per GPU)"),
     "--disk": (_positive, "GB/S", "write bandwidth of checkpoint storage, per node (default: 2)"),
     "--measured": (Path, "JSON", "rates that preflight.py --json measured on nodes of this kind"),
-    "--rates": (Path, "JSON", "rates that --calibrate RUN... --rates JSON wrote for such nodes"),
     "--data-tokens": (_tokens, "N", "tokens to train on, as in 15T (default: 20 per parameter)"),
     "--deadline-days": (_positive, "DAYS", "report whether the job meets this deadline"),
     "--price": (_positive, "PRICE", "price per GPU-hour"),
+    "--budget": (_positive, "COST", "recommend only what costs no more, failures included"),
     "--lora": (_count_of, "RANK", "train only adapters of this rank"),
     "--write": (Path, "FOLDER", "write the recommended layout to FOLDER, ready to run"),
 }
 """Optional arguments with a value: type, its name, and help."""
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser(*, calibrates: bool = False) -> argparse.ArgumentParser:
     parser, add = command_parser(__doc__)
-    add("--model", required=True, help="preset, config.json, folder or hub id")
-    add("--gpus", type=_count_of, required=True, help="total number of GPUs")
-    add("--gpu", required=True, help="GPU type, such as h100-80")
+    job = {"required": not calibrates}
+    add("--model", **job, help="preset, config.json, folder or hub id")
+    weights = "continue from these weights, a folder or hub id (default: random weights)"
+    add("--init-from", metavar="WEIGHTS", help=weights)
+    add("--gpus", type=_count_of, **job, help="total number of GPUs")
+    add("--gpu", **job, help="GPU type, such as h100-80")
     add_kernels(parser)
     add("--gpus-per-node", type=_count_of, help="GPUs per node (default: up to 8)")
-    add("--seq-len", type=_count_of, required=True, help="tokens per sample")
-    add("--global-batch", type=_count_of, required=True, help="samples per step")
+    add("--seq-len", type=_count_of, **job, help="tokens per sample")
+    add("--global-batch", type=_count_of, **job, help="samples per step")
+    made = "rates that --calibrate RUN... --rates JSON wrote for nodes of this kind"
+    add("--rates", type=Path, metavar="JSON", required=calibrates, help=made)
+    refit = "instead of planning, refit rates to the metrics of these runs and write --rates"
+    add("--calibrate", type=Path, nargs="+", metavar="RUN", help=refit)
     for flag, (kind, value, text) in _VALUES.items():
         add(flag, type=kind, metavar=value, help=text)
     add("--quantize", choices=("nf4", "fp4"), help="4-bit type of the frozen weights, with --lora")

@@ -51,7 +51,7 @@ from harness.plan.command import Command, parse_command, plan_from
 from harness.plan.make import takes
 from harness.plan.plan import Plan
 from harness.report.formatting import duration
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from harness.terminal import command_parser, say
 from tools.made_with import machine, versions
 from tools.plan_args import add_machine_arguments, world_of
@@ -138,7 +138,7 @@ def _one(asked: Command, args: argparse.Namespace, command: stages.Command) -> t
         world = world_of(args)
         real = _planned(asked, world)
         if asked.dry_run:
-            say(describe(real))
+            say(dry_run(real).text())
         ranks = args.ranks
         if args.all and ranks:  # one number for all; a JSON whose layout needs more ranks gets more
             grid = real.grid

@@ -43,9 +43,9 @@ def main(argv: list[str]) -> int:
     arguments = parser.parse_args(argv)
     if arguments.step < 1:
         parser.error(f"--step {arguments.step}: steps count from 1")
+    from harness.data.batch_text import first_sample_of, show_step
     from harness.data.build import build_data  # torch from here on
     from harness.data.spec import DataSpec
-    from tools.batch_text import first_sample_of, show_step
 
     folder = RunFolder(arguments.run)
     try:
@@ -108,8 +108,8 @@ def step_as_json(
 
 
 def _sample(data: Data, index: int, pieces: int) -> dict[str, Any]:
+    from harness.data.batch_text import positions_of
     from harness.data.packing import IGNORED
-    from tools.batch_text import positions_of
 
     sample, batch = data.train.sample(index), data.train.batch(index, 1)
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()

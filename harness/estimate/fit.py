@@ -1,10 +1,10 @@
-"""Determines whether a plan fits this machine, and which single changes would help."""
+"""Determines whether a plan fits this machine, and which changes would help."""
 
 import contextlib
 import os
 import re
 import subprocess
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +13,7 @@ from harness.estimate.hardware import half_precision
 from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB, as_size
 from harness.estimate.timeline import Estimate, division_problems, estimate_memory
+from harness.layout.adapters import Adapters
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.stages import split
 from harness.layout.world import World, visible_gpus
@@ -21,31 +22,80 @@ _FEWEST_TOKENS = 256  # shorter samples are not proposed
 _MOST_GPUS = 64  # times the current number
 _MOST_STAGES = 16
 _TILES = 8
+_RANK = 16  # of adapters
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change, with the estimate after it."""
+    """One change of a run, or two, with the estimate after it."""
 
     text: str
+    """KEY=VALUE, twice for two changes; or N GPUs."""
     estimate: Estimate
     saved_bytes: int
 
 
+@dataclass(frozen=True)
+class Ways:
+    """The changes that a run's plan accepts, and where to ask for other layouts."""
+
+    accept: Callable[[str], bool] = lambda change: True
+    """Returns True if a run could be changed so, e.g. "model.checkpointing=full"."""
+    planner: str = ""
+    """The command that compares all layouts of the job; "" if the planner does not know it."""
+
+
 def helpful_changes(before: Estimate) -> list[Change]:
-    """Return the changes that save memory of the device, or of the host for ranks on the CPU: the
-    best verdict first, then the gentlest.
+    """Return the single changes that save memory of the device, or of the host for ranks on the
+    CPU: the gentlest first, other jobs last.
     """
-    changes = []
-    for text, inputs in _candidates(before):
-        if division_problems(inputs):
-            continue
-        after = estimate_memory(inputs, before.device_bytes)
-        saved = before.worst.occupied - after.worst.occupied
-        if saved > 0:
-            changes.append(Change(text, after, saved))
-    ranking = ("fits", "tight", "does not fit", "unknown device")
-    return sorted(changes, key=lambda change: ranking.index(change.estimate.verdict))
+    return [*_tried(before, (*_candidates(before.inputs), *_other_jobs(before.inputs)))]
+
+
+def advised(before: Estimate, ways: Ways, most: int) -> tuple[str, list[Change]]:
+    """Return `most` changes, and their effect as text: the gentlest that make the run fit, each by
+    itself; of no single change does, two together; after both, another number of GPUs or another
+    length. If nothing does, the changes that save most.
+    """
+    inputs = before.inputs
+    layouts = [*_tried(before, _candidates(inputs))]
+    jobs = [*_tried(before, _other_jobs(inputs))]
+
+    def fitting(changes: Iterable[Change]) -> list[Change]:
+        enough = (c for c in changes if c.estimate.verdict == "fits" and ways.accept(c.text))
+        return [*islice(enough, most)]
+
+    shown = fitting(layouts) or fitting(_tried(before, _pairs(inputs)))
+    if shown := [*shown, *fitting(jobs)][:most]:
+        return "any one of these makes it fit", shown
+    saving = sorted(layouts, key=lambda change: -change.saved_bytes)
+    possible = [change for change in (*saving, *jobs[::-1]) if ways.accept(change.text)]
+    return "no two changes make it fit; these save most", possible[:most]
+
+
+def _tried(before: Estimate, candidates: Iterable[tuple[str, Inputs]]) -> Iterator[Change]:
+    """Yield the candidates that the ranks can divide and that save memory."""
+    for text, inputs in candidates:
+        if not division_problems(inputs):
+            after = estimate_memory(inputs, before.device_bytes)
+            saved = before.worst.occupied - after.worst.occupied
+            if saved > 0:
+                yield Change(text, after, saved)
+
+
+def _pairs(inputs: Inputs) -> list[tuple[str, Inputs]]:
+    """Return all pairs of changes of different keys: the dearer of the two decides their order."""
+    ranks = {text: n for n, (text, _) in enumerate(_candidates(inputs))}
+    pairs = dict[frozenset[str], tuple[str, Inputs]]()
+    for first, changed in _candidates(inputs):
+        for second, both in _candidates(changed):
+            if first.partition("=")[0] != second.partition("=")[0]:
+                pairs.setdefault(frozenset((first, second)), (f"{first} {second}", both))
+
+    def cost(pair: tuple[str, Inputs]) -> list[int]:
+        return sorted((ranks.get(text, len(ranks)) for text in pair[0].split()), reverse=True)
+
+    return sorted(pairs.values(), key=cost)
 
 
 def with_stage(inputs: Inputs, stage: int) -> Inputs:
@@ -88,8 +138,11 @@ def _in_stages(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
         stages *= 2
 
 
-def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
-    inputs, zero = before.inputs, before.inputs.zero
+def _candidates(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield changes of the layout, or of what is trained, for the same job on the same GPUs: the
+    gentlest first.
+    """
+    zero = inputs.zero
     if inputs.precision == "fp32" and inputs.accelerator == "cuda":
         half = half_precision(inputs.gpu)
         changed = replace(inputs, precision=half, autocast=False)
@@ -100,9 +153,6 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
         yield "model.checkpointing=full", replace(inputs, checkpointing="full")
     if not (inputs.compiled or inputs.shape.num_experts) and inputs.mlp_tiles == 1:
         yield f"model.mlp_tiles={_TILES}", replace(inputs, mlp_tiles=_TILES)
-    keeps_inputs = inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.compiled
-    if keeps_inputs and not inputs.activation_offload:
-        yield "model.activation_offload=true", replace(inputs, activation_offload=True)
     smaller = inputs.micro_batch // 2
     while smaller >= 1:
         if inputs.micro_batch % smaller == 0:
@@ -118,18 +168,28 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
     pipelined = inputs.bounds is not None  # stages exclude sharded gradients and offload
     for stage in range(zero.stage + 1, 2 if pipelined else 4):
         yield f"ds.zero_optimization.stage={stage}", with_stage(inputs, stage)
-    if zero.stage and zero.offload_optimizer == "device" and not pipelined:
-        away = replace(zero, offload_optimizer="host")
-        yield "ds.zero_optimization.offload_optimizer.device=cpu", replace(inputs, zero=away)
-    if zero.stage == 3 and zero.offload_param == "device":
-        away = replace(zero, offload_param="host")
-        yield "ds.zero_optimization.offload_param.device=cpu", replace(inputs, zero=away)
-    if zero.stage:
-        times = 2
-        while times <= _MOST_GPUS:
-            grid = replace(inputs.grid, world_size=inputs.grid.world_size * times)
-            yield f"{grid.world_size} GPUs", replace(inputs, grid=grid)
-            times *= 2
+    if inputs.accelerator == "cuda":  # on the CPU, offloading uses the same memory
+        keeps_inputs = inputs.checkpointing not in ("none", REVERSIBLE) and not inputs.compiled
+        if keeps_inputs and not inputs.activation_offload:
+            yield "model.activation_offload=true", replace(inputs, activation_offload=True)
+        if zero.stage and zero.offload_optimizer == "device" and not pipelined:
+            away = replace(zero, offload_optimizer="host")
+            yield "ds.zero_optimization.offload_optimizer.device=cpu", replace(inputs, zero=away)
+        if zero.stage == 3 and zero.offload_param == "device":
+            away = replace(zero, offload_param="host")
+            yield "ds.zero_optimization.offload_param.device=cpu", replace(inputs, zero=away)
+    if inputs.loads_weights and inputs.adapters is None and not pipelined:
+        adapted = replace(inputs, adapters=Adapters(_RANK), liger=False, compiled=False)
+        yield f"model.lora.rank={_RANK}", adapted
+
+
+def _other_jobs(inputs: Inputs) -> Iterator[tuple[str, Inputs]]:
+    """Yield the run on more GPUs, and with shorter samples."""
+    times = 2
+    while inputs.zero.stage and inputs.accelerator == "cuda" and times <= _MOST_GPUS:
+        grid = replace(inputs.grid, world_size=inputs.grid.world_size * times)
+        yield f"{grid.world_size} GPUs", replace(inputs, grid=grid)
+        times *= 2
     shorter = inputs.seq_len // 2
     while shorter >= _FEWEST_TOKENS:
         yield f"data.seq_len={shorter}", replace(inputs, seq_len=shorter)
@@ -139,17 +199,15 @@ def _candidates(before: Estimate) -> Iterator[tuple[str, Inputs]]:
 _CGROUPS = Path("/sys/fs/cgroup")
 _PROC = Path("/proc")
 _CHANGES_SHOWN = 4
-IsPossible = Callable[[str], bool]
-"""Returns True if a run could be changed in this way, e.g. "model.checkpointing=full"."""
 
 
 def shortages(
     estimate: Estimate,
     free_gpu: int | None,
     free_host: int | None,
-    is_possible: IsPossible = lambda change: True,
+    ways: Ways = Ways(),
 ) -> list[str]:
-    """Return the memory that this machine lacks, with single changes that would help.
+    """Return the memory that this machine lacks, with changes that would help.
 
     `free_gpu`: free bytes on a GPU for this rank; `free_host`: free bytes of the node, for all its
     ranks; None if unknown.
@@ -157,17 +215,19 @@ def shortages(
     ranks = estimate.inputs.gpus_per_node
     if estimate.inputs.accelerator == "cpu":
         needed = estimate.cpu_bytes_per_node
-        return _short("host", needed, free_host, estimate, ranks, is_possible)
+        return _short("host", needed, free_host, estimate, ranks, ways)
     return [
-        *_short("GPU", estimate.needed, free_gpu, estimate, 1, is_possible),
-        *_short("host", estimate.host_bytes_per_node, free_host, estimate, 0, is_possible),
+        *_short("GPU", estimate.needed, free_gpu, estimate, 1, ways),
+        *_short("host", estimate.host_bytes_per_node, free_host, estimate, 0, ways),
     ]
 
 
-def shortages_here(estimate: Estimate, world: World, is_possible: IsPossible) -> list[str]:
-    """Return this machine's shortages: the rank's GPU, and host memory."""
+def shortages_here(estimate: Estimate | None, world: World, ways: Ways) -> list[str]:
+    """Return this machine's shortages: the rank's GPU, and host memory; none without estimate."""
+    if estimate is None:
+        return []
     free_gpu = free_on_gpu(world) if estimate.inputs.accelerator == "cuda" else None
-    return shortages(estimate, free_gpu, free_on_host(), is_possible)
+    return shortages(estimate, free_gpu, free_on_host(), ways)
 
 
 def memory_line(estimate: Estimate) -> str:
@@ -200,20 +260,12 @@ def _largest(parts: Mapping[str, int]) -> str:
     return ", ".join(f"{name} {as_size(size)}" for name, size in largest)
 
 
-def changes_that_help(estimate: Estimate, room_bytes: int | None, is_possible: IsPossible) -> str:
+def changes_that_help(estimate: Estimate, room_bytes: int | None, ways: Ways) -> str:
     """Return the gentlest changes that each make the run fit, or those that save most."""
-    changes = helpful_changes(replace(estimate, device_bytes=room_bytes))
-    if estimate.inputs.accelerator == "cpu":  # more ranks or offloading would use the same memory
-        changes = [c for c in changes if "offload" not in c.text and "GPU" not in c.text]
-    fitting = [change for change in changes if change.estimate.verdict == "fits"]
-    for what, candidates in (
-        ("any one of these makes it fit", fitting),
-        ("these save most", sorted(changes, key=lambda change: -change.saved_bytes)),
-    ):
-        possible = (f"{c.text} (-{_gib(c.saved_bytes)})" for c in candidates if is_possible(c.text))
-        if listed := ", ".join(islice(possible, _CHANGES_SHOWN)):
-            return f"{what}: {listed}"
-    return "no single change of this run would help"
+    effect, changes = advised(replace(estimate, device_bytes=room_bytes), ways, _CHANGES_SHOWN)
+    listed = ", ".join(f"{change.text} (-{_gib(change.saved_bytes)})" for change in changes)
+    others = f"; other layouts: {ways.planner}" if ways.planner else ""
+    return f"{effect}: {listed}{others}" if listed else f"no change of this run would help{others}"
 
 
 def _short(
@@ -222,7 +274,7 @@ def _short(
     free: int | None,
     estimate: Estimate,
     ranks_sharing: int,
-    is_possible: IsPossible,
+    ways: Ways,
 ) -> list[str]:
     """Return a shortage, if any. `ranks_sharing`: number of ranks that keep their tensors in this
     memory; 0 if it only holds what is offloaded.
@@ -231,7 +283,7 @@ def _short(
         return []
     advice = "use more nodes, or offload less"
     if ranks_sharing:
-        advice = changes_that_help(estimate, free // ranks_sharing, is_possible)
+        advice = changes_that_help(estimate, free // ranks_sharing, ways)
     return [
         f"the run needs {_gib(needed)} of {kind} memory, but {_gib(free)} are free: {advice}; "
         "plan.force=true runs anyway"

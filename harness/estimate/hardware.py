@@ -23,6 +23,8 @@ class Gpu:
     source: str
     must: str
     may: str
+    typed: str | None = None
+    """Its name on command lines, if that is not the key."""
     bf16_tflops: float | None = None
     float8: bool = False
 
@@ -58,7 +60,8 @@ def find_gpu(name: str) -> Gpu:
     ]
     if len(matching) == 1:
         return GPUS[matching[0]]
-    raise ValueError(f"unknown GPU {name!r}: it must be one of {', '.join(matching or GPUS)}")
+    names = ", ".join(GPUS[key].typed or key for key in matching or GPUS)
+    raise ValueError(f"unknown GPU {name!r}: it must be one of {names}")
 
 
 def half_precision(gpu: str | None) -> Literal["bf16", "fp16"]:

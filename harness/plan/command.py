@@ -45,6 +45,8 @@ class Command:
     config_path: Path | None = None
     assignments: tuple[str, ...] = ()
     dry_run: bool = False
+    json: bool = False
+    show: int = 0
     trust_remote_code: bool = False
     local_rank: int | None = None
     gpus: int | None = None
@@ -75,7 +77,11 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     add("--deepspeed", type=option_path, default=DEFAULT_DS_JSON, metavar="JSON", help=json_of)
     toml_of = "run config: a file, or the name of a recipe (docs/recipes/)"
     add("--config", action="append", type=option_path, default=[], metavar="TOML", help=toml_of)
-    add("--dry-run", action="store_true", help="print the plan and exit; needs no device")
+    dry = "print the plan and exit with 0, 3 if it does not fit; needs no device"
+    add("--dry-run", action="store_true", help=dry)
+    add("--json", action="store_true", help="with --dry-run: print one JSON object")
+    show = "with --dry-run: also show the first N examples of the data, learned tokens marked"
+    add("--show", type=int, default=0, metavar="N", help=show)
     add("--gpus", type=int, help="with --dry-run: number of GPUs to plan for")
     add("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
     add("--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)")
@@ -97,8 +103,13 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if len(options.config) > 1:  # users expect them to be merged
         both = " and ".join(map(str, options.config))
         parser.error(f"--config is given twice, {both}: use one")
-    if not options.dry_run and {options.gpus, options.gpu, options.gpus_per_node} != {None}:
-        parser.error("--gpus, --gpu and --gpus-per-node plan for other machines: add --dry-run")
+    of_dry_runs = ("gpus", "gpu", "gpus_per_node", "json", "show")
+    given = [name for name in of_dry_runs if getattr(options, name) not in (None, False, 0)]
+    if given and not options.dry_run:
+        flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        parser.error(f"only a dry run takes {flags}: add --dry-run")
+    if options.show < 0:
+        parser.error(f"--show {options.show}: it must be at least 1")
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
     config_path = next(iter(options.config), None)
@@ -106,7 +117,16 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     return Command(options.deepspeed, config_path, tuple(options.assignments), **others)
 
 
-_OTHERS = ("dry_run", "trust_remote_code", "local_rank", "gpus", "gpus_per_node", "gpu")
+_OTHERS = (
+    "dry_run",
+    "trust_remote_code",
+    "local_rank",
+    "gpus",
+    "gpus_per_node",
+    "gpu",
+    "json",
+    "show",
+)
 _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
 
 

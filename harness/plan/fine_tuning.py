@@ -16,7 +16,7 @@ from harness.config.run_config import RunConfig, run_and_step
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
 from harness.layout.families import given_size
 from harness.layout.grid import Grid
-from harness.layout.shape import active_parameters
+from harness.layout.shape import Shape, active_parameters
 from harness.plan.memory import traced_shape
 from harness.plan.model_config import preset_rate
 from harness.plan.plan import Draft
@@ -61,9 +61,9 @@ def default_to_fine_tuning(draft: Draft) -> None:
     """Fill in the shape, warm-up and length that the user left open with model.init_from."""
     config = draft.config
     source, defaults = config.model.init_from, dict[str, Any]()
-    if source is None:
+    if not is_pretrained(config):
         return
-    if not config.is_set("model.name"):
+    if source is not None and not config.is_set("model.name"):
         defaults["model.name"] = source
     if not any(map(config.is_set, WARMUP)):
         defaults["optim.warmup_ratio"] = WARMUP_RATIO
@@ -76,6 +76,13 @@ def default_to_fine_tuning(draft: Draft) -> None:
     if shown:
         message = f"{shown}: the defaults of a run with pretrained weights ({DOCS})"
         draft.note("fine_tuning", message)
+
+
+def is_pretrained(config: RunConfig) -> bool:
+    """Return True for weights that are not random, and for adapters, whose weights a plan for other
+    machines need not name.
+    """
+    return config.model.init_from is not None or config.model.lora.rank is not None
 
 
 def default_to_divisible_batch(draft: Draft) -> None:
@@ -101,7 +108,7 @@ def batch_is_open(config: RunConfig) -> bool:
     is_ordered = config.train.carry_state or config.data.mix_until is not None
     is_left_open = config.origin("train.global_batch") in ("default", BY_RANKS)
     rises = config.ramp.batch_from is not None
-    return config.model.init_from is not None and is_left_open and not (is_ordered or rises)
+    return is_pretrained(config) and is_left_open and not (is_ordered or rises)
 
 
 def batch_unit(grid: Grid, train: TrainConfig, ds: Mapping[str, Any]) -> int:
@@ -118,7 +125,7 @@ def default_to_their_rate(draft: Draft) -> None:
     """
     config = draft.config
     is_ours = config.optim.name in _OF_ADAMS_SIZE and not config.is_set("optim.lr")
-    if config.model.init_from is None or not is_ours:
+    if not (is_pretrained(config) and is_ours):
         return
     kind, rate = "all weights", FULL_LR
     if config.model.lora.rank is not None:
@@ -151,7 +158,7 @@ def default_to_published_rate(draft: Draft) -> None:
     their size. Note a rate that is far off.
     """
     config = draft.config
-    if config.model.init_from is not None or config.optim.name not in _OF_ADAMS_SIZE:
+    if is_pretrained(config) or config.optim.name not in _OF_ADAMS_SIZE:
         return
     usual = published_rate(draft)
     if config.is_set("optim.lr"):
@@ -183,8 +190,24 @@ def published_rate(draft: Draft) -> tuple[float, str] | None:
     shape = None if own else draft.shape or traced_shape(draft)
     if shape is None:
         return own
-    count = active_parameters(shape)
-    sizes, rates, sources = zip(*_BY_SIZE, strict=True)
+    return _by_size(_BY_SIZE, active_parameters(shape))
+
+
+# As _BY_SIZE, for pretrained weights that go on pretraining (docs/recipes/continued.toml).
+_CONTINUED = (
+    (7e9, 1e-4, "Llemma 7B, arXiv 2310.10631"),
+    (34e9, 5e-5, "Llemma 34B, arXiv 2310.10631"),
+)
+
+
+def continued_rate(shape: Shape) -> tuple[float, str]:
+    """Return the peak learning rate for continued pretraining and its source."""
+    return _by_size(_CONTINUED, active_parameters(shape))
+
+
+def _by_size(table: tuple[tuple[float, float, str], ...], count: int) -> tuple[float, str]:
+    """Return the rate for a number of parameters, and its source."""
+    sizes, rates, sources = zip(*table, strict=True)
     if count <= sizes[0] or count >= sizes[-1]:
         return (rates[0], sources[0]) if count <= sizes[0] else (rates[-1], sources[-1])
     after = next(n for n, size in enumerate(sizes) if size > count)

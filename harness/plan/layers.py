@@ -10,7 +10,8 @@ from harness.layout.families import FAMILIES, family_of, given_size
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.state_size import CARRIED
 from harness.plan.machine import missing_for_compile
-from harness.plan.plan import Draft
+from harness.plan.model_config import published_weights
+from harness.plan.plan import NOT_TRAINED, Draft
 
 _OFFLOAD, _TILES = "model.activation_offload", "model.mlp_tiles"
 _CARRY, _RANK = "train.carry_state", "model.lora.rank"
@@ -230,8 +231,11 @@ def check_adapters(draft: Draft) -> None:
                 problems.add(f"model.lora.{name}", why, f"set {_RANK}=16")
         return
     if config.model.init_from is None:
-        draft.refuse_layout(_RANK, "but adapters need pretrained weights", "set model.init_from")
-    if not draft.estimating:
+        weights = published_weights(config.model.name)
+        use = f"set model.init_from{f'={weights}' if weights else ''}"
+        why = draft.problems.worded(_RANK, "but adapters need pretrained weights", use)
+        draft.problems.say(why) if draft.here else draft.note(NOT_TRAINED, why)
+    if draft.here:
         _require_packages(draft)
     for pattern in frozen:
         why = f"which freezes {pattern!r}, but adapters already freeze all other weights"

@@ -63,16 +63,12 @@ USUAL_NODE = 8
 def cluster(
     gpus: int, gpus_per_node: int | None, gpu: str | None, kernels: Sequence[str] = ()
 ) -> World:
-    """Return a world of GPU nodes. Raises ConfigError with every problem of the arguments.
+    """Return a world of GPU nodes, whose plan rejects an unknown `gpu`. Raises ConfigError with
+    every problem of the arguments.
 
     `kernels`: packages of STATE_KERNELS that are installed there.
     """
     problems = []
-    if gpu is not None:
-        try:
-            find_gpu(gpu)
-        except ValueError as error:
-            problems.append(f"--gpu: {error}")
     for flag, size in (("--gpus", gpus), ("--gpus-per-node", gpus_per_node)):
         if size is not None and size < 1:
             problems.append(f"{flag} is {size}: it must be at least 1")
@@ -91,6 +87,15 @@ def cluster(
         gpu=gpu,
         kernels=tuple(kernels),
     )
+
+
+def check_gpu(draft: Draft) -> None:
+    """Reject a GPU that is not in the table, for a plan of other machines."""
+    if (gpu := draft.world.gpu) is not None and not draft.here:
+        try:
+            find_gpu(gpu)
+        except ValueError as error:
+            draft.problems.say(f"--gpu: {error}")
 
 
 _QUANTIZED = "zero_optimization.zero_quantized_gradients"

@@ -5,17 +5,19 @@ and one report lists every mistake in both files.
 """
 
 import copy
+import shlex
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, NoReturn
 
-from harness.config.assignments import COMMAND_LINE, assign, parse_assignment
+from harness.config.assignments import COMMAND_LINE, assign, parse_assignment, value_as_text
 from harness.config.ds_check import apply_changes, check_keys, refusals
 from harness.config.ds_json import PREFIX, DsJson
 from harness.config.run_config import RunConfig
 from harness.config.run_file import with_values
 from harness.errors import ConfigError, Problems
-from harness.estimate.fit import IsPossible
+from harness.estimate.fit import Ways
+from harness.estimate.hardware import known_gpu
 from harness.layout.world import World
 from harness.plan.attention import decide_attention
 from harness.plan.batches import (
@@ -48,7 +50,7 @@ from harness.plan.layers import (
     check_skipped,
     note_kernels,
 )
-from harness.plan.machine import check_shared_gpus
+from harness.plan.machine import check_gpu, check_shared_gpus
 from harness.plan.merge_settings import merge_settings
 from harness.plan.model import check_experts, estimated, find_model
 from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
@@ -96,6 +98,7 @@ JSON_PASSES: tuple[Pass, ...] = (
     decide_precision,
     fill_in_swap_folder,
     check_secondary,
+    check_gpu,
     check_shared_gpus,
     apply_rules,
 )
@@ -254,15 +257,15 @@ def _pass_through(passes: tuple[Pass, ...], draft: Draft) -> Problems:
     return draft.problems
 
 
-def takes(plan: Plan) -> IsPossible:
-    """Return a function that returns True if a change of the run, KEY=VALUE, is possible.
+def takes(plan: Plan) -> Ways:
+    """Return the changes that a run accepts: KEY=VALUE, or several, separated by spaces.
 
     The estimate knows what a change saves; the passes of a plan know what can be combined. Any
     other change, such as the number of GPUs, is possible.
     """
     before: set[str] | None = None
 
-    def is_possible(change: str) -> bool:
+    def accept(change: str) -> bool:
         nonlocal before
         if "=" not in change:
             return True
@@ -270,16 +273,43 @@ def takes(plan: Plan) -> IsPossible:
             before = {*_refusals(plan)}
         return before.issuperset(_refusals(plan, change))
 
-    return is_possible
+    return Ways(accept, _planner(plan))
+
+
+_ASKED = ("name", "checkpointing", "activation_offload", "mlp_tiles", "lora", "init_from")
+
+
+def _planner(plan: Plan) -> str:
+    """Return the planner's command for a job; "" for CPUs and GPUs that are not known."""
+    world, model = plan.world, plan.config.model
+    gpu = known_gpu(world.gpu)
+    if gpu is None or world.ranks_per_gpu > 1:
+        return ""
+    asked = {
+        "--model": model.name,
+        "--gpus": world.world_size,
+        "--gpus-per-node": world.local_world_size,
+        "--gpu": gpu.typed or gpu.key,
+        "--seq-len": plan.seq_len,
+        "--global-batch": plan.global_batch,
+        "--init-from": model.init_from,
+        "--lora": model.lora.rank,
+        "--quantize": model.lora.quantize,
+    }
+    flags = [f"{flag} {shlex.quote(str(value))}" for flag, value in asked.items() if value]
+    own = (f"model.{name}" for name in type(model).model_fields if name not in _ASKED)
+    settings = {key: plan.asked.get(key) for key in (*own, "optim.name") if plan.asked.is_set(key)}
+    words = [shlex.quote(f"{key}={value_as_text(value)}") for key, value in settings.items()]
+    return " ".join(["python tools/plan_cluster.py", *flags, *words])
 
 
 def _refusals(plan: Plan, change: str = "") -> Iterator[str]:
-    """Yield the problems of a run after a change, on any machine."""
+    """Yield the problems of a run after changes, on any machine."""
     run, tree, assigned = plan.asked, copy.deepcopy(plan.deepspeed_given), dict[str, Any]()
     try:
-        if change:
-            key, value = parse_assignment(change.removeprefix(PREFIX))
-            if change.startswith(PREFIX):
+        for text in change.split():
+            key, value = parse_assignment(text.removeprefix(PREFIX))
+            if text.startswith(PREFIX):
                 assign(tree, key, value)
                 assigned[key] = value
             else:

@@ -77,6 +77,13 @@ def preset_rate(source: str) -> tuple[float, str] | None:
     return (preset["lr"], preset["lr_source"]) if "lr" in preset else None
 
 
+def published_weights(model: str) -> str | None:
+    """Return the hub id of the weights that a preset was published with; None for other models."""
+    source = presets().get(model, {}).get("source", "")
+    on_hub = re.match(r"https://huggingface\.co/([^/ ]+/[^/ ]+)", source)
+    return on_hub[1] if on_hub else None
+
+
 def load_model_config(
     run_config: RunConfig,
     note: Callable[[str, str], None] = lambda kind, message: None,

@@ -12,7 +12,7 @@ from typing import Any
 from harness.config.assignments import CHOSEN
 from harness.config.batch import divisors
 from harness.config.ds_json import literal
-from harness.estimate.fit import IsPossible, with_micro_batch
+from harness.estimate.fit import Ways, with_micro_batch
 from harness.estimate.hardware import half_precision
 from harness.estimate.inputs import Inputs
 from harness.estimate.step_time.step import StepTime, estimate_time
@@ -54,10 +54,10 @@ def take_micro_batch(draft: Draft) -> None:
         draft.decide({_MICRO_BATCH: draft.chosen[_MICRO_BATCH]}, CHOSEN)
 
 
-def choices(plan: Plan, is_possible: IsPossible) -> tuple[dict[str, Any], str]:
+def choices(plan: Plan, ways: Ways) -> tuple[dict[str, Any], str]:
     """Return the fastest values for what a plain plan leaves open, by key, and a line about them.
 
-    `is_possible`: returns True if the run's passes accept a change.
+    `ways`: the changes that the run's passes accept.
     """
     # By the tables' rates alone: what one node has measured, other nodes may lack.
     estimate, step = plan.estimate, step_time(replace(plan, draft=None))
@@ -66,12 +66,12 @@ def choices(plan: Plan, is_possible: IsPossible) -> tuple[dict[str, Any], str]:
     inputs, chosen, hint = estimate.inputs, dict[str, Any](), ""
     # Liger computes gradients of the loss before fp16's scale. Older GPUs were not measured.
     is_recent = half_precision(plan.world.gpu) == "bf16" and plan.precision != "fp16"
-    if is_recent and _may_be_liger(plan) and is_possible(f"{_KERNELS}=liger"):
+    if is_recent and _may_be_liger(plan) and ways.accept(f"{_KERNELS}=liger"):
         if _is_here(plan) and not importlib.util.find_spec("liger_kernel"):
             hint = f"{_KERNELS}=none, because liger-kernel is not installed (pip install)"
         else:
             chosen[_KERNELS], inputs = "liger", replace(inputs, liger=True)
-    if is_recent and not chosen and step and _pays(plan, step) and is_possible(f"{_COMPILE}=true"):
+    if is_recent and not chosen and step and _pays(plan, step) and ways.accept(f"{_COMPILE}=true"):
         chosen[_COMPILE], inputs = True, replace(inputs, compiled=True)
     if (size := _micro_batch(plan, inputs, estimate.device_bytes, step)) != plan.micro_batch:
         chosen[_MICRO_BATCH], inputs = size, with_micro_batch(inputs, size)

@@ -18,6 +18,7 @@ from harness.plan.batches import (
     steps_of,
 )
 from harness.plan.duration import step_time, time_line
+from harness.plan.fine_tuning import is_pretrained
 from harness.plan.make import takes
 from harness.plan.plan import Counts, Plan
 
@@ -79,7 +80,8 @@ def row(label: str, text: str) -> str:
 def _model(plan: Plan) -> str:
     kind = plan.model_config["model_type"]
     source = plan.config.model.init_from
-    start = f"weights from {source}" if source else "random weights"
+    start = "pretrained weights" if is_pretrained(plan.config) else "random weights"
+    start = f"weights from {source}" if source else start
     return f"{kind} ({plan.model_source}), {start}"
 
 

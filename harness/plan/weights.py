@@ -27,7 +27,7 @@ from harness.files.tensor_header import StoredTensor, read_header
 from harness.layout.families import SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
 from harness.layout.shape import Shape
-from harness.plan.model_config import merge_first, preset_names
+from harness.plan.model_config import merge_first, preset_names, published_weights
 from harness.plan.plan import Draft
 
 _WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -78,10 +78,11 @@ def refuses_preset(draft: Draft) -> bool:
     source = draft.config.model.init_from
     if source not in preset_names() or draft.estimating:
         return False
+    weights = published_weights(str(source)) or "a folder with weights"
     draft.problems.add(
         "model.init_from",
         "which is a preset and has no weights",
-        f"remove it for random weights of model.name={source}, or name a folder with weights",
+        f"remove it for random weights of model.name={source}, or name {weights}",
     )
     return True
 

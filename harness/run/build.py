@@ -31,6 +31,7 @@ from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Pulse, Watchdog
 from harness.plan.batches import SMALLEST
+from harness.plan.duration import length
 from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
@@ -45,7 +46,7 @@ from harness.run.meter import ExpertLoad, Meter, SourceLosses, StepClock, Weight
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.profiling import Profiler
-from harness.run.progress import Progress, clock
+from harness.run.progress import Progress
 from harness.run.resumption import (
     ResumePoint,
     choose_again,
@@ -74,7 +75,7 @@ def start_run(
         run.event(**event)
     if (left_s := run.time_left.seconds) is not None:
         run.event("time_limit", seconds_left=left_s)
-        run.progress.say(f"time limit in {clock(left_s)}: the run saves and stops before")
+        run.progress.say(f"time limit in {length(left_s)}: the run saves and stops before")
     for damage in resume_point.damages:
         run.event("damaged_record", message=damage)
         run.progress.say(f"ignored, not needed: {damage}")
@@ -282,9 +283,10 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
     """Raise ConfigError if this machine's memory is too small even for the smallest batch that the
     data may allow; with plan.force, return events instead.
     """
-    problems = _shortages(plan)
+    problems = shortages_here(plan.estimate, plan.world, takes(plan))
     if problems and plan.facts.counts is None:
-        problems = _shortages(with_facts(plan, Facts(SMALLEST)))
+        smallest = with_facts(plan, Facts(SMALLEST))
+        problems = shortages_here(smallest.estimate, plan.world, takes(smallest))
     disk, is_hopeless = short_of_disk(plan, saved_steps(plan.config.run.dir))
     if is_hopeless:
         problems.append(f"{disk}; plan.force=true runs anyway")
@@ -292,9 +294,3 @@ def _check_fit(plan: Plan) -> list[dict[str, Any]]:
         raise ConfigError(problems)
     events = [{"kind": "forced", "message": problem} for problem in problems]
     return events + [{"kind": "disk", "message": disk}] * bool(disk and not is_hopeless)
-
-
-def _shortages(plan: Plan) -> list[str]:
-    if plan.estimate is None:
-        return []
-    return shortages_here(plan.estimate, plan.world, takes(plan))

@@ -1,11 +1,13 @@
 """GPUs are found under the names that people and drivers use, and under no others."""
 
+import re
 import tomllib
 from pathlib import Path
 
 import pytest
 
-from harness.estimate.hardware import GPUS, find_gpu, known_gpu
+from harness.estimate.hardware import GPUS, find_gpu, half_precision, known_gpu
+from tests.real_runs import REPOSITORY
 
 
 def test_a_key_finds_its_gpu_whose_figures_have_a_source() -> None:
@@ -28,6 +30,17 @@ def test_other_products_are_refused_with_the_keys(name: str, keys: str) -> None:
         find_gpu(name)
 
 
+def test_names_that_are_listed_or_documented_are_known() -> None:
+    with pytest.raises(ValueError, match="unknown GPU") as caught:
+        find_gpu("nothing")
+    listed = str(caught.value).partition("one of ")[2].split(", ")
+    assert [find_gpu(name).key for name in listed] == [*GPUS]
+    texts = (
+        path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
+    )
+    assert {name for text in texts for name in re.findall(r"--gpu ([\w-]+)", text)} <= {*listed}
+
+
 def test_a_slice_of_a_gpu_has_no_figures() -> None:
     name = "NVIDIA H100 80GB HBM3 MIG 1g.10gb"
     with pytest.raises(ValueError, match="it is a MIG slice of unknown size"):
@@ -42,3 +55,4 @@ def test_peaks_by_precision() -> None:
     assert v100.bf16_tflops is None
     assert v100.peak_tflops("fp16") == 125.0
     assert v100.peak_tflops("bf16") == v100.fp32_tflops
+    assert half_precision("an unheard-of card") == "bf16"

@@ -21,7 +21,7 @@ from harness.models.tracing import Request, shape_of, trace
 from harness.plan import memory
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
 from tools.estimate_memory import traced_saved
@@ -70,7 +70,7 @@ def test_trace_counts_every_parameter_and_saved_tensor(model_type: str, plan_of:
     assert saved_for_backward(estimate.inputs) == pytest.approx(saved, rel=0.03)
     parts = [part for part in estimate.worst.parts if part.component.endswith("layers")]
     assert {part.evidence for part in parts} == {"traced"}
-    assert f"{num_parameters(estimate.inputs.shape):,} (" in describe(plan)
+    assert f"{num_parameters(estimate.inputs.shape):,} (" in dry_run(plan).text()
 
 
 @pytest.mark.parametrize("model_type", rest_in_gate("memory", MIXED))

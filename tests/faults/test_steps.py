@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 
 from harness.config.batch import Curriculum
+from harness.data.batch_text import first_sample_of
 from harness.launch.fork_server import Zygote
 from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tests.shipped import DS_CONFIGS
-from tools.batch_text import first_sample_of
 
 BATCH = 8
 # Short enough for a test: no judgement for four steps, and only extreme values are spikes.

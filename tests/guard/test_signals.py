@@ -18,7 +18,7 @@ from harness.errors import ExitCode, RunStopped
 from harness.guard import signals as module
 from harness.guard.signals import StopGuard, groups_of
 from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
-from harness.guard.time_left import TimeLeft, slurm_seconds_left
+from harness.guard.time_left import TimeLeft, as_seconds, slurm_seconds_left
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
 from tests.tiers import rest_in_gate

@@ -18,7 +18,7 @@ from harness.plan.batches import (
 )
 from harness.plan.plan import Counts, Plan
 from harness.plan.text import settled, summary
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from tests.engine.small import MODEL
 from tests.plan.plans import Planner
 
@@ -85,14 +85,14 @@ def test_a_dry_run_counts_roughly(planned: Planner, tmp_path: Path) -> None:
     turns = [{"role": "user", "content": "what is 1 plus 2?"}]
     turns.append({"role": "assistant", "content": "1 plus 2 is 3."})
     (tmp_path / "chats.jsonl").write_text((json.dumps({"messages": turns}) + "\n") * 300)
-    text = describe(planned(f"{START} data.path={tmp_path / 'chats.jsonl'}"), True)
+    text = dry_run(planned(f"{START} data.path={tmp_path / 'chats.jsonl'}"), True).text()
     assert "tokens: roughly 294 examples in " in text
     assert "300 documents, 0.0 MiB (roughly 5,700 tokens)" in text  # its tokenizer is elsewhere
     assert "8 windows per step = micro-batch 8 x 1 accumulated" in text
     assert "roughly 300 of 300 documents (100.0%) are longer than data.seq_len = 16 tokens" in text
-    text = describe(
+    text = dry_run(
         planned(f"{START} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"), True
-    )
+    ).text()
     assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
 
 

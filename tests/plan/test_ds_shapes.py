@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from harness.launch.fork_server import Zygote
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from harness.runfolder import RunFolder
 from tests.engine.small import MODEL
 from tests.plan.conftest import Packages
@@ -28,7 +28,7 @@ def test_a_json_as_people_have_it_passes_unchanged(name: str, planned: Planner) 
     plan = planned(H100, ds)
     assert '"auto"' not in json.dumps({**plan.deepspeed, "zero_optimization": {}})
     kinds = {"adopted", "fallback", "changed", "chosen"}
-    notes = [row for row in describe(plan).splitlines() if row.startswith("note ")]
+    notes = [row for row in dry_run(plan).text().splitlines() if row.startswith("note ")]
     if note is None:
         assert {event["kind"] for event in plan.events} <= kinds, notes
     else:

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.errors import ConfigError
+from harness.errors import ConfigError, ExitCode
 from harness.estimate.fit import changes_that_help
 from harness.layout.world import World
 from harness.plan import resolve_auto
@@ -19,10 +20,12 @@ from harness.plan.duration import beside_of, job_of, length, step_time
 from harness.plan.machine import cluster
 from harness.plan.make import takes
 from harness.plan.text import summary
-from harness.run.dry_run import describe
+from harness.run.dry_run import DryRun, dry_run
 from tests.plan.plans import Planner
 from tests.plan.test_ds_shapes import SHAPES
 from tests.real_runs import TRAIN, environment
+from tools.cluster.ask import question_of
+from tools.plan_cluster import _parser
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
@@ -62,6 +65,8 @@ UNKNOWN = "unrecognized arguments: "
         ("--config", 2, "\n"),
         ("--config a.toml --config b.toml", 2, "--config is given twice, a.toml and b.toml: use"),
         ("--gpus 4", 2, "add --dry-run"),
+        ("--json --show 3", 2, "only a dry run takes --json, --show: add --dry-run"),
+        ("--dry-run --show -1", 2, "--show -1: it must be at least 1"),
         ("--dry-run --gpus-per-node 4", 2, "--gpus-per-node 4: add --gpus"),
         ("--dry-run --gpus-per-node 4 --gpu h100-80", 2, "--gpus-per-node 4: add --gpus"),
         ("--deepspeed_config x.json", 2,
@@ -89,11 +94,12 @@ def test_help_and_usage_errors_exit_with_a_text(
 
 def test_texts_of_any_script_are_shown_on_any_terminal(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_text("на любом языке\n" * 5000)
-    command = [sys.executable, TRAIN, "--dry-run", f"data.path={tmp_path / 'a.txt'}"]
+    command = [sys.executable, TRAIN, "--dry-run", "--show", "1", f"data.path={tmp_path / 'a.txt'}"]
     ascii_alone = environment(PYTHONIOENCODING="ascii")
     done = subprocess.run(command, env=ascii_alone, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert r"the first begins '\u043d\u0430" in done.stdout
+    assert r"\u043d\u0430\xab" in done.stdout  # «
 
 
 @pytest.fixture
@@ -196,7 +202,7 @@ def test_an_unknown_architecture_is_planned_without_its_shape(
     assert made.shape is None
     assert [event["kind"] for event in made.events] == ["unknown_architecture", "learning_rate"]
     assert "optim.lr is 0.003, the default of small models" in made.events[-1]["message"]
-    assert "does not know this architecture" in describe(made)
+    assert "does not know this architecture" in dry_run(made).text()
 
 
 def test_data_and_templates_that_are_not_there_are_in_the_report(
@@ -230,7 +236,7 @@ def test_a_cluster_is_planned_from_a_laptop() -> None:
     world = command.elsewhere()
     assert world == World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-80")
     plan = plan_from(command, world=world)
-    text = describe(plan, elsewhere=True)
+    text = dry_run(plan, elsewhere=True).text()
     assert re.search(r"^time  .* s per step .* GPU-hours without", text, re.MULTILINE)
     assert re.search(r"^the cluster    fits", text, re.MULTILINE)
     assert "this machine" not in text
@@ -279,8 +285,45 @@ def test_an_evaluation_reads_each_held_out_set_and_the_old_data(tmp_path: Path) 
 def test_a_cluster_that_is_too_small_gets_changes_that_help() -> None:
     words = [*CLUSTER, "model.name=llama-3-70b", "--gpus", "8", "--gpu", "a100-80"]
     command = parse_command(words)
-    text = describe(plan_from(command, world=command.elsewhere()), elsewhere=True)
+    text = dry_run(plan_from(command, world=command.elsewhere()), elsewhere=True).text()
     assert re.search(r"^the cluster    does not fit: \w", text, re.MULTILINE)
+
+
+def test_two_changes_make_8b_fit_on_eight_cards_of_24_gib() -> None:
+    """Neither does alone. Both are possible, and come before other lengths and more GPUs."""
+    words = [
+        "--dry-run",
+        "--gpus",
+        "8",
+        "--gpu",
+        "rtx-4090",
+        "--deepspeed",
+        "ds_configs/zero3.json",
+    ]
+    words += ["model.name=llama-3-8b", "data.seq_len=4096"]
+    seen = _elsewhere(words)
+    assert (seen.fits, seen.code) == (False, ExitCode.DOES_NOT_FIT)
+    advice, _, planner = seen.verdict.partition("; other layouts: python tools/plan_cluster.py ")
+    listed = re.findall(r"(\S+) (\S+) \(-", advice.partition("makes it fit: ")[2])
+    assert listed[0] == (
+        "model.checkpointing=selective",
+        "ds.zero_optimization.offload_optimizer.device=cpu",
+    )
+    assert "GPUs (" not in advice
+    assert "seq_len" not in advice
+    for pair in listed:
+        assert not any(_elsewhere([*words, change]).fits for change in pair)
+        fits = _elsewhere([*words, *pair])
+        assert (fits.fits, fits.code) == (True, ExitCode.DONE)
+    assert _elsewhere([*words, "plan.force=true"]).code == ExitCode.DONE  # as the run's
+    assert json.loads(json.dumps(seen.to_json()))["fits"] is False
+    asked = question_of(_parser().parse_args(shlex.split(planner)))
+    assert (asked.gpus, asked.global_batch, asked.run.data.seq_len) == (8, 48, 4096)
+
+
+def _elsewhere(words: list[str]) -> DryRun:
+    command = parse_command(words)
+    return dry_run(plan_from(command, world=command.elsewhere()), elsewhere=True)
 
 
 @pytest.mark.parametrize("machine", ["", "GPU=h100-80 RANKS=2 RANKS_PER_GPU=2"])
@@ -292,8 +335,13 @@ def test_no_time_is_predicted_for_cpus_and_shared_gpus(machine: str, planned: Pl
 
 def test_a_cluster_has_all_its_problems_in_one_report() -> None:
     with pytest.raises(ConfigError) as caught:
-        cluster(0, -1, "h9000")
-    assert len(caught.value.problems) == 3
+        cluster(0, -1, None)
+    assert len(caught.value.problems) == 2
+    with pytest.raises(ConfigError) as caught:
+        _elsewhere(["--dry-run", "--gpus", "8", "--gpu", "h9000", "model.name=llama-1c"])
+    assert [problem.partition(" is")[0][:25] for problem in caught.value.problems] == [
+        *("--gpu: unknown GPU 'h9000'"[:25], "model.name"),
+    ]
     with pytest.raises(ConfigError, match="--gpus 12 is not a multiple of 8 GPUs per node"):
         cluster(12, None, "h100-80")
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from harness.run.dry_run import describe
+from harness.run.dry_run import dry_run
 from tests.plan.plans import Planner
 
 FOLDER = Path(__file__).parent
@@ -63,7 +63,7 @@ def test_a_dry_run_shows_the_rows_of_its_line(
     line: str, patterns: list[str], planned: Planner
 ) -> None:
     elsewhere = "model.init_from=$small" in line  # with its tokenizer
-    shown = describe(planned(line), elsewhere).splitlines()
+    shown = dry_run(planned(line), elsewhere).text().splitlines()
     assert [text for text in patterns if not any(is_like(row, text) for row in shown)] == [], shown
 
 

@@ -3,10 +3,11 @@
 import argparse
 import copy
 import json
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from math import ceil
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from harness.config.assignments import COMMAND_LINE, assign_all, value_as_text
 from harness.config.ds_json import PREFIX, DsJson
@@ -19,21 +20,26 @@ from harness.estimate.inputs import Inputs
 from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.job import DISK_GB_PER_S
 from harness.estimate.step_time.machine import machine_of, measured, other_machine
+from harness.layout.shape import Shape
 from harness.layout.world import World
 from harness.plan.duration import read_site
+from harness.plan.fine_tuning import continued_rate
 from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable, memory_inputs, traced_inputs
+from harness.plan.model_config import published_weights
 from harness.plan.plan import Plan
 from tools.cluster.count import TOKENS_PER_PARAMETER, Question
 from tools.cluster.layouts import STATES, Layout, State, base_json
 from tools.plan_args import world_of
 
+_T = TypeVar("_T")
 _FLAGS = {
     "model": "model.name",
     "seq-len": "data.seq_len",
     "global-batch": "train.global_batch",
     "lora": "model.lora.rank",
     "quantize": "model.lora.quantize",
+    "init-from": "model.init_from",
 }
 """Flags of the planner, and the run config keys that they set."""
 _CHOSEN = (
@@ -49,21 +55,22 @@ _EVALUATIONS = 200
 
 def question_of(args: argparse.Namespace) -> Question:
     """Return the question that a command line asks. Raises ConfigError, or ValueError for rates."""
-    run, world = run_of(args), world_of(args)
-    own = load_run_config(None, _of_run(args))
-    _with_ds_keys(args, {})  # which may be wrong
-    for flag, key in _FLAGS.items():
-        if own.is_set(key) and getattr(args, flag.replace("-", "_")):
-            raise ConfigError(f"{key}: the planner takes it from --{flag}: change that instead")
-    if args.data_tokens and any(map(run.is_set, LENGTHS)):
-        raise ConfigError("--data-tokens and train.steps, train.tokens or train.epochs: keep one")
-    if run.train.epochs is not None:
-        raise ConfigError("train.epochs: the planner reads no data: give --data-tokens instead")
-    if run.train.steps == 0:
-        raise ConfigError("train.steps=0 trains on nothing: give --data-tokens instead")
-    if args.quantize and not args.lora:
-        raise ConfigError(f"--quantize {args.quantize}: it needs adapters: add --lora 16")
-    base = _base(args, run, world)
+    problems = [*_conflicts(args)]
+
+    def valid(read: Callable[[], _T]) -> _T | None:
+        try:
+            return read()
+        except ConfigError as error:
+            problems.extend(error.problems)
+            return None
+
+    run, world = valid(lambda: run_of(args)), valid(lambda: world_of(args))
+    valid(lambda: _with_ds_keys(args, {}))
+    # Two sizes of a batch would conflict once more.
+    is_clear = not any(text.startswith("train.global_batch") for text in problems)
+    base = is_clear and run and world and valid(lambda: _base(args, run, world))
+    if problems or not (run and world and base):
+        raise ConfigError(dict.fromkeys(problems))
     some = next(iter(base.values()))
     # One shared object: caches keyed by shape then find it without comparing every tensor.
     base = {key: replace(inputs, shape=some.shape) for key, inputs in base.items()}
@@ -82,7 +89,7 @@ def question_of(args: argparse.Namespace) -> Question:
             raise ConfigError(f"--rates {args.rates}: {why}")
         machine = site.machine(machine, world.local_world_size)
     tokens = _tokens(args, run) or TOKENS_PER_PARAMETER * some.shape.parameters
-    recipe = _recipe(args, run, tokens)
+    recipe = _recipe(args, run, tokens, some.shape)
     job = run_of(args, **recipe)
     return Question(
         base=base,
@@ -93,12 +100,34 @@ def question_of(args: argparse.Namespace) -> Question:
         global_batch=args.global_batch,
         data_tokens=tokens,
         price=args.price,
+        budget=args.budget,
         run=job,
         disk_gb_per_s=args.disk or DISK_GB_PER_S,
         compiles=_compiles(args, world, next(iter(base)), recipe),
         deepspeed=lambda layout: _with_ds_keys(args, layout.deepspeed),
         refusal=lambda layout: refusal(args, layout, job),
     )
+
+
+def _conflicts(args: argparse.Namespace) -> Iterator[str]:
+    """Yield the problems of arguments that the planner takes in another way, or not at all."""
+    try:
+        own = load_run_config(None, _of_run(args))
+    except ConfigError:
+        return  # its problems are found again
+    for flag, key in _FLAGS.items():
+        if own.is_set(key) and getattr(args, flag.replace("-", "_")):
+            yield f"{key}: the planner takes it from --{flag}: change that instead"
+    if args.data_tokens and any(map(own.is_set, LENGTHS)):
+        yield "--data-tokens and train.steps, train.tokens or train.epochs: keep one"
+    elif own.train.epochs is not None:
+        yield "train.epochs: the planner reads no data: give --data-tokens instead"
+    elif own.train.steps == 0:
+        yield "train.steps=0 trains on nothing: give --data-tokens instead"
+    if args.quantize and not args.lora:
+        yield f"--quantize {args.quantize}: it needs adapters: add --lora 16"
+    if args.budget and not args.price:
+        yield f"--budget {args.budget:g}: it needs the price of a GPU-hour: add --price"
 
 
 def _base(args: argparse.Namespace, run: RunConfig, world: World) -> dict[State, Inputs]:
@@ -118,7 +147,7 @@ def _base(args: argparse.Namespace, run: RunConfig, world: World) -> dict[State,
 
 def _compiles(args: argparse.Namespace, world: World, state: State, recipe: dict[str, Any]) -> bool:
     """Return True if train.py compiles the job's layers where Liger's kernels are not supported."""
-    run = run_of(args, **{**recipe, "train.micro_batch": 1, **adapter_keys(args)})
+    run = run_of(args, **{**recipe, "train.micro_batch": 1})
     if run.model.kernels == "auto":
         run = run.changed({"model.kernels": "none"})
     plan = make_plan(run, DsJson(_json(args, state), "layout"), world, estimating=True)
@@ -137,8 +166,11 @@ def _tokens(args: argparse.Namespace, run: RunConfig) -> float:
     return float(args.data_tokens or run.train.tokens or 0)
 
 
-def _recipe(args: argparse.Namespace, run: RunConfig, tokens: float) -> dict[str, Any]:
-    """Return run config keys that the user left open: length, warm-up, evaluations.
+def _recipe(
+    args: argparse.Namespace, run: RunConfig, tokens: float, shape: Shape
+) -> dict[str, Any]:
+    """Return run config keys that the user left open: length, warm-up, evaluations, and the rate of
+    weights that go on pretraining.
 
     Warm-up: 2,000 steps as in Llama 2 (arXiv 2307.09288), at most 1 % of all steps.
     """
@@ -148,6 +180,8 @@ def _recipe(args: argparse.Namespace, run: RunConfig, tokens: float) -> dict[str
         keys["train.tokens"] = ceil(tokens)
     if not (args.lora or run.is_set("optim.warmup_steps") or run.is_set("optim.warmup_ratio")):
         keys["optim.warmup_steps"] = min(2000, ceil(steps / 100))
+    if weights_of(args, run) and not (args.lora or run.is_set("optim.lr")):
+        keys["optim.lr"] = continued_rate(shape)[0]
     if not run.is_set("eval.every"):
         keys["eval.every"] = max(50, ceil(steps / _EVALUATIONS))
     return keys
@@ -167,8 +201,17 @@ def _rates(path: Path) -> dict[str, Any]:
 
 def run_of(args: argparse.Namespace, **more: Any) -> RunConfig:
     """Return the run config of a command line, with additional keys."""
-    keys = {"model.name": args.model, "data.seq_len": args.seq_len, **more}
-    words = [f"{key}={value_as_text(value)}" for key, value in keys.items()]
+    published = published_weights(args.model)
+    keys = {
+        "model.name": args.model,
+        "data.seq_len": args.seq_len,
+        "model.lora.rank": args.lora,
+        "model.lora.quantize": args.quantize if args.lora else None,
+        # A plan needs the shape alone, which the preset has: no hub is asked.
+        "model.init_from": args.init_from if args.init_from != published else None,
+        **more,
+    }
+    words = [f"{key}={value_as_text(value)}" for key, value in keys.items() if value is not None]
     return load_run_config(None, [*words, *_of_run(args)])
 
 
@@ -194,7 +237,7 @@ def _with_ds_keys(args: argparse.Namespace, json: dict[str, Any]) -> dict[str, A
 
 
 def plan_of(args: argparse.Namespace, layout: Layout, job: RunConfig) -> Plan:
-    """Return train.py's plan of a layout. Adapters are left out: they would need weights."""
+    """Return train.py's plan of a layout."""
     keys = {"train.global_batch": args.global_batch, **layout.overrides}
     return make_plan(
         with_values(job, keys, dict.fromkeys(keys, COMMAND_LINE)),
@@ -213,15 +256,16 @@ def refusal(args: argparse.Namespace, layout: Layout, job: RunConfig) -> str:
 
 
 def _inputs(args: argparse.Namespace, run: RunConfig, world: World, state: State) -> Inputs:
-    alone = run_of(args, **{"train.micro_batch": 1, **adapter_keys(args)})
+    alone = run_of(args, **{"train.micro_batch": 1})
     plan = make_plan(alone, DsJson(_json(args, state), "layout"), world, estimating=True)
     try:
-        return memory_inputs(plan) or traced_inputs(plan)
+        inputs = memory_inputs(plan) or traced_inputs(plan)
     except Untraceable as error:
         raise ConfigError(f"{run.model.name}: its tensors are unknown, and {error}") from None
+    return replace(inputs, loads_weights=weights_of(args, run) is not None)
 
 
-def adapter_keys(args: argparse.Namespace) -> dict[str, Any]:
-    """Return the run config keys of --lora and --quantize."""
-    named = {"model.lora.rank": args.lora, "model.lora.quantize": args.quantize}
-    return {key: value for key, value in named.items() if value}
+def weights_of(args: argparse.Namespace, run: RunConfig) -> str | None:
+    """Return the folder or hub id of the job's weights; None if it starts from random ones."""
+    of_model = published_weights(args.model) or args.model if args.lora else None
+    return args.init_from or run.model.init_from or of_model

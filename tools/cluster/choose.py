@@ -195,7 +195,7 @@ def recommended(candidates: Sequence[Counted]) -> Counted | None:
 
 def why_not(each: Counted, best: Counted | None) -> str:
     """Return a short sentence that says why a layout is not the recommended one."""
-    if best is None or not each.answers:
+    if best is None or not (each.answers and each.is_affordable):
         return each.why_it_does_not_fit()
     if each is best:
         return "recommended"

@@ -94,7 +94,13 @@ class Counted:
 
     def is_usable(self) -> bool:
         """Return True if train.py accepts it and it fits. Makes its plan; see `decide`."""
-        return not self.refusal and self.decide()
+        return self.is_affordable and not self.refusal and self.decide()
+
+    @property
+    def is_affordable(self) -> bool:
+        """True if the job's cost is within the budget."""
+        question = self.question
+        return not question.budget or question.cost(self) <= question.budget
 
     def may_have_room(self, share: float) -> bool:
         """Return False if no allocator could leave this share of the GPU free."""
@@ -119,6 +125,8 @@ class Counted:
                 f"{max(self.missing_bytes, 2**20) / GIB:.1f} GiB too much{place}: "
                 f"{size / GIB:.1f} of {name}"
             )
+        if not self.is_affordable:
+            return f"costs {self.question.cost(self):,.0f}, more than the budget"
         return "" if self.fits else "may not fit"
 
     @property
@@ -169,6 +177,8 @@ class Question:
     global_batch: int
     data_tokens: float
     price: float | None
+    budget: float | None
+    """The most that the job may cost, if it has a price."""
     run: RunConfig
     disk_gb_per_s: float
     """Write bandwidth per node for checkpoints."""
@@ -203,6 +213,10 @@ class Question:
             *(self.gpus, self.machine.watts, beside.save_seconds),
             saves=beside.saves,
         )
+
+    def cost(self, counted: Counted) -> float:
+        """Return what the job costs with a layout; in GPU-hours without a price."""
+        return self.job(counted).cost(self.price or 1.0)
 
     def steps(self, counted: Counted) -> float:
         """Return the number of steps of the whole job."""

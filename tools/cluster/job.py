@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import re
 import shlex
 from collections.abc import Mapping
 from functools import reduce
@@ -15,8 +14,7 @@ from harness.config.run_config import RunConfig, known_keys
 from harness.estimate.step_time.job import DAY
 from harness.files.paths import REPOSITORY, script
 from harness.plan.machine import USUAL_NODE
-from harness.plan.model_config import presets
-from tools.cluster.ask import adapter_keys, plan_of
+from tools.cluster.ask import plan_of, weights_of
 from tools.cluster.count import Counted
 
 _KUBERNETES = REPOSITORY / "slurm/containers/kubernetes.yaml"
@@ -56,11 +54,10 @@ def settings(args: argparse.Namespace, best: Counted) -> dict[str, Any]:
         "optim.schedule": question.run.optim.schedule,
         "save.every": question.run.save.every or max(1, every),
     }
-    if args.lora:
-        keys |= adapter_keys(args)
-        keys.setdefault("model.init_from", _weights_of(args.model))
+    if args.lora or args.init_from:
+        keys["model.init_from"] = weights_of(args, question.run)
         del keys["model.name"]  # the weights name the model
-    else:
+    if not args.lora:
         keys["optim.lr"] = plan_of(args, best.layout, question.run).config.optim.lr
     return keys
 
@@ -69,14 +66,6 @@ def _keys_set(run: RunConfig) -> dict[str, Any]:
     """Return the keys that are set, with whole tables, whose own keys may be empty or have dots."""
     tree = run.model_dump(exclude_unset=True)
     return {key: reduce(getitem, key.split("."), tree) for key in known_keys() if run.is_set(key)}
-
-
-def _weights_of(model: str) -> str:
-    """Return the folder or hub name of a model's weights; for a preset, that of its source."""
-    if model not in presets():
-        return model
-    on_hub = re.match(r"https://huggingface\.co/([^/ ]+/[^/ ]+)", presets()[model]["source"])
-    return on_hub[1] if on_hub else model
 
 
 def commands(args: argparse.Namespace, best: Counted, clone: str, job: str) -> dict[str, str]:

@@ -10,7 +10,9 @@ from harness.estimate.memory_item import GIB
 from harness.estimate.step_time.job import DAY, Job
 from harness.estimate.step_time.machine import NETWORK_REACHED
 from harness.plan.duration import shares_of
+from harness.plan.model_config import published_weights
 from harness.report.formatting import short
+from tools.cluster.ask import weights_of
 from tools.cluster.choose import Answer, error_text, why_not
 from tools.cluster.count import Counted, Question, days
 from tools.cluster.job import commands, settings
@@ -30,10 +32,14 @@ def describe(args: argparse.Namespace, question: Question, answer: Answer) -> st
         "layouts, "
         f"{fit:,} known to fit"
     )
-    lines = [*textwrap.wrap(head, WIDTH), ""]
+    lines = [*textwrap.wrap(head, WIDTH), *_start(args, question), ""]
     if best is None:
         nearest = sorted(answer.ways.items(), key=lambda way: counted.index(way[1]))
-        return "\n".join([*lines, "Nothing fits. The nearest:", *_rows(dict(nearest), None)])
+        why = "Nothing fits. The nearest:"
+        if question.budget and counted[0].fits is not False:
+            tokens = question.data_tokens * question.budget / question.cost(counted[0])
+            why = f"Nothing is within the budget, which pays for about {short(tokens, 3)} tokens:"
+        return "\n".join([*lines, why, *_rows(dict(nearest), None)])
     others = ["", "Why not ...?", *_rows(answer.ways, best)] if answer.ways else []
     return "\n".join(
         [
@@ -42,6 +48,15 @@ def describe(args: argparse.Namespace, question: Question, answer: Answer) -> st
             *("", *_ready(args, best), "", *_evidence(question, best)),
         ]
     )
+
+
+def _start(args: argparse.Namespace, question: Question) -> list[str]:
+    """Return lines about the weights that a job starts from, if it might start from others."""
+    weights, published = weights_of(args, question.run), published_weights(args.model)
+    text = f"It starts from the weights of {weights}." if weights else ""
+    if published and not weights:
+        text = f"It starts from random weights. From the published ones: --init-from {published}"
+    return textwrap.wrap(text, WIDTH, break_on_hyphens=False)
 
 
 def _job(args: argparse.Namespace, question: Question, best: Counted, job: Job) -> list[str]:

@@ -1,6 +1,6 @@
 """Formats a memory estimate as text."""
 
-from harness.estimate.fit import IsPossible, helpful_changes, with_stage
+from harness.estimate.fit import Ways, advised, with_stage
 from harness.estimate.inputs import BY_REFERENCE
 from harness.estimate.memory_item import FP32, GIB, PHASES, Interval
 from harness.estimate.states import optimizer_class
@@ -12,10 +12,8 @@ _MOST_CHANGES = 8
 _SMALL = 0.005  # GiB; smaller components get no line
 
 
-def describe(
-    estimate: Estimate, width: int | None = None, is_possible: IsPossible = lambda change: True
-) -> str:
-    """Return the whole report for a terminal's `width`, with changes that are possible."""
+def describe(estimate: Estimate, width: int | None, ways: Ways) -> str:
+    """Return the whole report for a terminal's `width`."""
     worst = estimate.worst
     stage = "" if worst.inputs.stage is None else f", pipeline stage {worst.stage}"
     bar = _BAR if width is None else max(8, min(_BAR, width - _BESIDE_A_BAR))
@@ -41,7 +39,7 @@ def describe(
             "",
             *_device(worst),
             "",
-            *_verdict(estimate, is_possible),
+            *_verdict(estimate, ways),
         ]
     )
 
@@ -141,7 +139,7 @@ def _span(interval: Interval) -> str:
     return f"{_gib(interval.low)} to {_gib(interval.high)}"
 
 
-def _verdict(estimate: Estimate, is_possible: IsPossible) -> list[str]:
+def _verdict(estimate: Estimate, ways: Ways) -> list[str]:
     if estimate.device_bytes is None:
         return ["No verdict: set the GPU type with --gpu"]
     size, verdict = _gib(estimate.device_bytes), estimate.verdict
@@ -156,19 +154,15 @@ def _verdict(estimate: Estimate, is_possible: IsPossible) -> list[str]:
     ]
     if verdict == "fits":
         return lines
-    changes = [change for change in helpful_changes(estimate) if is_possible(change.text)]
-    helping = [change for change in changes if change.estimate.verdict == "fits"]
-    lines.append(
-        "Single changes that make it fit:"
-        if helping
-        else "No single change makes it fit; the largest savings:"
-    )
-    shown = helping or sorted(changes, key=lambda change: -change.saved_bytes)
-    for change in shown[:_MOST_CHANGES]:
-        lines.append(
-            f"  {change.text:52} saves {_gib(change.saved_bytes):>8} GiB -> "
-            f"{_gib(change.estimate.worst.peak)} GiB"
-        )
+    effect, changes = advised(estimate, ways, _MOST_CHANGES)
+    lines.append(f"{effect[0].upper()}{effect[1:]}:" if changes else "No change would help.")
+    widest = max((len(change.text) for change in changes), default=0)
+    lines += [
+        f"  {change.text:{widest}} saves {_gib(change.saved_bytes):>8} GiB -> "
+        f"{_gib(change.estimate.worst.peak)} GiB"
+        for change in changes
+    ]
+    lines += [f"Other layouts: {ways.planner}"] if ways.planner else []
     return lines
 
 

@@ -9,10 +9,12 @@ import pytest
 
 from harness.config.data_section import DataConfig
 from harness.config.run_config import RunConfig
+from harness.data.batch_text import MOST_TOKENS, MOST_WINDOWS, _text, show_step
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
-from tools.batch_text import MOST_TOKENS, MOST_WINDOWS, _text, show_step
+from harness.plan.command import parse_command, plan_from
+from harness.run.dry_run import dry_run
 
 
 def test_it_shows_what_is_trained_on(library: Data) -> None:
@@ -42,9 +44,9 @@ def test_it_is_short_unless_all_is_asked_for(library: Data) -> None:
     assert "more windows" not in whole
     tokens = [*range(3, 10 + 2 * MOST_TOKENS)]
     learned = [(token, True) for token in tokens]
-    assert " ... 7 tokens ... " in _text(library, learned, False, False)
+    assert " ... 7 tokens ... " in _text(library.tokenizer, learned, False, False)
     decoded = repr(library.tokenizer.decode(tokens))[1:-1]
-    assert _text(library, learned, False, True) == f"«{decoded}»"
+    assert _text(library.tokenizer, learned, False, True) == f"«{decoded}»"
 
 
 def test_masks_and_positions(
@@ -121,3 +123,25 @@ def test_the_command_needs_the_run_folder_alone(
         with pytest.raises(SystemExit, match="2"):
             main(arguments)
         assert message in capsys.readouterr().err
+
+
+def test_a_dry_run_shows_the_first_rows_of_each_source(
+    tmp_path: Path, write_jsonl: Callable[..., Path]
+) -> None:
+    """In their order, held-out ones included, as they would be learned; nothing is written."""
+    pairs = ({"prompt": f"q{n} ", "completion": f"answer {n} " * 9} for n in range(30))
+    texts = ({"text": f"plain text {n} " * 30} for n in range(30))
+    paths = {"a": write_jsonl(*pairs), "b": write_jsonl(*texts, name="texts.jsonl")}
+    mix = ", ".join(f'{{path="{path}", name="{name}"}}' for name, path in paths.items())
+    before = {*tmp_path.rglob("*")}
+    command = parse_command(["--dry-run", "--show=2", f"data.mix=[{mix}]", "data.held_out=0.4"])
+    seen = dry_run(plan_from(command, {"DS_ACCELERATOR": "cpu"}), show=command.show)
+    assert {*tmp_path.rglob("*")} == before
+    names = [heading.partition(" [")[0] for heading in seen.examples]
+    assert names == ["a: example 0", "a: example 1", "b: example 0", "b: example 1"]
+    pair, text, *_ = re.findall(r"^  (q0.*|plain« text 0 .*)$", seen.text(), re.MULTILINE)
+    assert re.fullmatch("q0.{0,2}«.*»", pair)
+    assert text.count("«") == 1
+    parts = next(iter(seen.to_json()["examples"].values()))
+    assert [is_learned for _, is_learned in parts] == [False, True]
+    assert "".join(part for part, _ in parts).startswith("q0 answer 0")

@@ -1,16 +1,27 @@
-"""Formats a step's windows as text: the model's input, with the learned tokens marked."""
+"""Formats a step's windows, or the first rows of the data, with the learned tokens marked."""
 
 import itertools
+import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from harness.config.batch import Curriculum
 from harness.data.batch import Batch
-from harness.data.batches import Sample
+from harness.data.batches import Sample, Stream
 from harness.data.data import Data
-from harness.data.packing import IGNORED
+from harness.data.packing import IGNORED, Span
+from harness.data.run_tokenizer import build_tokenizer
+from harness.data.source import Source, open_source
+from harness.data.spec import DataSpec
+from harness.files.corpus import ReadLimit
+from harness.terminal import Parts, marked
 
-GREEN, RESET = "\033[32m", "\033[0m"
+Tokens = list[tuple[int, bool]]
+"""Token ids, each with True if it is learned."""
 MOST_WINDOWS, MOST_EXAMPLES, MOST_TOKENS = 4, 8, 100
 """Limits per step, per window and at each end of an example, unless everything is requested."""
 
@@ -54,10 +65,10 @@ def show_step(
     """
     targets, tokens = data.train.targets_in(first, global_batch), global_batch * data.train.seq_len
     shown = global_batch if whole else min(global_batch, MOST_WINDOWS)
-    marked = "green" if color else "in «»"
+    how = "green" if color else "in «»"
     lines = [
         f"step {step}: windows {first} to {first + global_batch - 1}, {targets:,} of {tokens:,} "
-        f"tokens are learned, {marked}; data {data.fingerprint[:16]}"
+        f"tokens are learned, {how}; data {data.fingerprint[:16]}"
     ]
     for index in range(first, first + shown):
         sample = data.train.sample(index)
@@ -80,45 +91,69 @@ def _heading(data: Data, index: int, sample: Sample) -> str:
 
 def _examples(data: Data, sample: Sample, color: bool, whole: bool) -> Iterator[str]:
     """Yield the examples of a window: number, token range [first:end) and file, then the text."""
-    tokens = _tokens(sample.batch)
     for number, span in enumerate(sample.spans):
         if number == MOST_EXAMPLES and not whole:
             yield f"  {len(sample.spans) - number:,} more examples"
             return
-        file = data.sources[sample.source].corpus.name_of(span.document)
-        yield f"  example {span.document} [{span.first}:{span.last}] {file}".rstrip()
-        own = tokens[span.column : span.column + span.last - span.first]
-        yield f"    {_text(data, own, color, whole)}"
+        heading, tokens = _example(span, sample, data.sources[sample.source])
+        yield f"  {heading}"
+        yield f"    {_text(data.tokenizer, tokens, color, whole)}"
     end = max((span.column + span.last - span.first for span in sample.spans), default=0)
-    if len(tokens) > end:
-        yield f"  padding of {len(tokens) - end:,} tokens"
+    if (left := len(_tokens(sample.batch)) - end) > 0:
+        yield f"  padding of {left:,} tokens"
 
 
-def _tokens(batch: Batch) -> list[tuple[int, bool]]:
-    """Return the tokens of a window, each with True if it is learned; the last one is only a
-    target.
+def _example(span: Span, sample: Sample, source: Source) -> tuple[str, Tokens]:
+    """Return the heading of an example, with its token range [first:end), and its tokens."""
+    heading = f"example {span.document} [{span.first}:{span.last}]"
+    tokens = _tokens(sample.batch)[span.column : span.column + span.last - span.first]
+    return f"{heading} {source.corpus.name_of(span.document)}".rstrip(), tokens
+
+
+def preview(spec: DataSpec, number: int) -> dict[str, Parts]:
+    """Return the `number` first examples of each source by heading, as training reads them, in the
+    order of the rows and with held-out ones. Keeps nothing; trains a tokenizer on the first rows if
+    the data has none. Raises ConfigError.
     """
+    shown = dict[str, Parts]()
+    with tempfile.TemporaryDirectory() as cache:
+        config = spec.config.model_copy(update={"cache_dir": cache})
+        spec = replace(spec, config=config, limit=ReadLimit())
+        tokenizer = build_tokenizer(spec, lambda line: None)
+        for name, part in spec.sources().items():
+            source = open_source(name, part, tokenizer, Path(cache), lambda line: None)
+            streams = (Stream(side, 0, "", document_mask=False) for side in source.sides.values())
+            samples = (stream.sample(n) for stream in streams for n in range(stream.samples))
+            own = [(span, sample) for sample in samples for span in sample.spans]
+            own.sort(key=lambda one: (one[0].document, one[0].first))
+            for span, sample in own[:number]:
+                heading, tokens = _example(span, sample, source)
+                shown[f"{name}: {heading}" if name else heading] = _parts(tokenizer, tokens)
+    return shown
+
+
+def _tokens(batch: Batch) -> Tokens:
+    """Return the tokens of a window; the last one is only a target."""
     ids, labels = batch.input_ids[0].tolist(), batch.labels[0].tolist()
     learned = [False, *(label != IGNORED for label in labels)]
     return [*zip([*ids, *labels[-1:]] if learned[-1] else ids, learned, strict=False)]
 
 
-def _text(data: Data, tokens: list[tuple[int, bool]], color: bool, whole: bool) -> str:
+def _text(tokenizer: PreTrainedTokenizerBase, tokens: Tokens, color: bool, whole: bool) -> str:
     """Return the text of tokens on one line, with marks around the learned ones."""
     if whole or len(tokens) <= 2 * MOST_TOKENS:
-        return _marked(data, tokens, color)
-    begin, end = tokens[:MOST_TOKENS], tokens[-MOST_TOKENS:]
-    between = f" ... {len(tokens) - 2 * MOST_TOKENS:,} tokens ... "
-    return _marked(data, begin, color) + between + _marked(data, end, color)
+        return marked(_parts(tokenizer, tokens), color=color)
+    ends = tokens[:MOST_TOKENS], tokens[-MOST_TOKENS:]
+    begin, end = (marked(_parts(tokenizer, part), color=color) for part in ends)
+    return f"{begin} ... {len(tokens) - 2 * MOST_TOKENS:,} tokens ... {end}"
 
 
-def _marked(data: Data, tokens: list[tuple[int, bool]], color: bool) -> str:
-    opens, closes = (GREEN, RESET) if color else ("«", "»")
-    texts = []
-    for is_learned, run in itertools.groupby(tokens, key=lambda token: token[1]):
-        text = repr(data.tokenizer.decode([token for token, _ in run]))[1:-1]
-        texts.append(f"{opens}{text}{closes}" if is_learned else text)
-    return "".join(texts)
+def _parts(tokenizer: PreTrainedTokenizerBase, tokens: Tokens) -> Parts:
+    """Return the text of each run of tokens that are learned, or not."""
+    return [
+        (str(tokenizer.decode([token for token, _ in run])), is_learned)
+        for is_learned, run in itertools.groupby(tokens, key=lambda token: token[1])
+    ]
 
 
 def _numbers(batch: Batch, pieces: int) -> list[str]:
