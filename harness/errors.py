@@ -27,6 +27,7 @@ class ExitCode(IntEnum):
     DIVERGED = 76
     NO_CHECKPOINT = 77
     HANG = 78
+    OVER_BUDGET = 79
 
 
 class ConfigError(ValueError):

@@ -4,7 +4,7 @@
       plan.json          all resolved settings, written before the run starts
       metrics.jsonl      one line per logged step
       events.jsonl       one line per event: changed settings, saves, skipped steps, ...
-      status.json        outcome, code, step, attempt, message, time
+      status.json        outcome, code, step, attempt, message, gpu_hours, time
       report.html        the run as a web page (harness/report/)
       trackers.json      the run's id in each tracker of log.* that assigns one
       checkpoints/step-00001000/
@@ -21,10 +21,12 @@ Any process can read with `RunFolder(path)`. Writing requires `open()`, which on
 """
 
 import contextlib
+import json
 import os
 import re
 import shutil
 import socket
+import time
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import IO, Any, Literal
@@ -83,6 +85,9 @@ class RunFolder:
         self.heartbeats_dir = self.path / "heartbeats"
         self.attempt = 0
         """Number of this attempt, from 1; 0 until `open`. Set by rank 0 for all ranks."""
+        self.gpu_hours_before = 0.0
+        """GPU hours of earlier attempts. Set by rank 0 for all ranks."""
+        self._gpus, self._began_s = 0, 0.0
         self.damaged: list[str] = []
         """Records that `open` could not read and does not need."""
         self._lock: IO[str] | None = None
@@ -92,6 +97,15 @@ class RunFolder:
         return self.heartbeats_dir / f"hang-{attempt}.json"
 
     # --- writing: between open() and close(), by one process ---
+
+    @property
+    def gpu_hours(self) -> float:
+        """GPU hours of all attempts until now."""
+        return self.gpu_hours_before + self._gpus * (time.monotonic() - self._began_s) / 3600
+
+    def count_gpu_hours(self, gpus: int, began_s: float) -> None:
+        """Count this attempt's GPU hours, from a time of time.monotonic() on."""
+        self._gpus, self._began_s = gpus, began_s
 
     def open(self) -> str | None:
         """Create the folder if needed, lock it, count the attempt and set the status to running.
@@ -111,8 +125,8 @@ class RunFolder:
             with path.open("a+b") as file:
                 file.seek(0)
                 file.truncate(file.read().rfind(b"\n") + 1)
-        last_attempt, last_step = self._last()
-        self.attempt = last_attempt + 1
+        last_attempt, last_step, hours = self._last()
+        self.attempt, self.gpu_hours_before = last_attempt + 1, max(hours, self._logged_hours())
         shutil.rmtree(self.heartbeats_dir, ignore_errors=True)
         self.heartbeats_dir.mkdir(exist_ok=True)
         self.write_status("running", None, last_step)
@@ -174,6 +188,7 @@ class RunFolder:
             "step": step,
             "attempt": self.attempt,
             "message": message,
+            "gpu_hours": round(self.gpu_hours, 6),
             "time": _now(),
         }
         try:
@@ -262,8 +277,8 @@ class RunFolder:
         """Return all events in order. Raises Unreadable if events.jsonl is not a regular file."""
         return list(read_lines(self.events_path, "kind"))
 
-    def _last(self) -> tuple[int, int]:
-        """Return the last attempt and its step, from the JSON lines if status.json is damaged."""
+    def _last(self) -> tuple[int, int, float]:
+        """Return attempt, step and GPU hours of status.json; from the lines if it is damaged."""
         try:
             status = self.read_status()
         except Unreadable as error:
@@ -271,16 +286,24 @@ class RunFolder:
             lines = [*read_lines(self.metrics_path, "step"), *self.read_events()]
             attempts = [line["attempt"] for line in lines if is_count(line.get("attempt"))]
             steps = [line["step"] for line in lines if is_count(line.get("step"))]
-            return max(attempts, default=0), max(steps, default=0)
-        return (status["attempt"], status["step"]) if status else (0, 0)
+            return max(attempts, default=0), max(steps, default=0), 0.0
+        return (status["attempt"], status["step"], _hours(status)) if status else (0, 0, 0.0)
+
+    def _logged_hours(self) -> float:
+        """Return the GPU hours of the newest metrics line: a killed run leaves an older status."""
+        newest = self.metrics_path.read_bytes().rstrip().rpartition(b"\n")[2]
+        try:
+            return _hours(json.loads(newest))
+        except (ValueError, RecursionError, AttributeError):  # damaged, or there is none
+            return 0.0
 
 
-def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path = "runs") -> Path:
+def create_run_dir(model: str, json_name: str, now: datetime, root: str | Path = "runs") -> Path:
     """Create and return runs/MODEL-JSON-TIME, the folder of a run without run.dir; with a number,
     if it exists: jobs of an array start in the same second.
     """
     model = model.rstrip("/").rpartition("/")[2]
-    name = re.sub(r"[^\w.-]", "_", f"{model}-{json_name}-{time:%Y%m%d-%H%M%S}")
+    name = re.sub(r"[^\w.-]", "_", f"{model}-{json_name}-{now:%Y%m%d-%H%M%S}")
     path = Path(root) / name
     number = 1
     while True:
@@ -291,6 +314,11 @@ def create_run_dir(model: str, json_name: str, time: datetime, root: str | Path 
             path = Path(root) / f"{name}-{number}"
         else:
             return path
+
+
+def _hours(record: dict[str, Any]) -> float:
+    hours = record.get("gpu_hours")
+    return float(hours) if isinstance(hours, int | float) else 0.0
 
 
 def _now() -> str:

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from harness.runfolder import RunFolder
+from tests.tables import beside
 from tools import batch_job
 
 
@@ -56,21 +57,7 @@ def run_of(folder: Path, attempt: int, code: int | None, hung: int | None = None
 
 @pytest.mark.parametrize(
     ("code", "warned", "recorded", "hung", "expected"),
-    [
-        (137, False, None, None, 137),  # a rank was killed, and rank 0 with it
-        (137, False, 75, None, 75),  # killed late
-        (137, False, 76, None, 76),
-        (137, False, 0, None, 137),  # it was not done completely
-        (137, False, None, 2, 78),
-        (137, False, None, 1, 137),  # a rank of the attempt before was still running
-        (1, False, 1, None, 1),
-        (138, True, None, None, 75),  # the warning killed ranks that were starting
-        (1, True, 1, None, 75),
-        (1, True, 76, None, 76),
-        (2, True, None, None, 2),
-        (0, True, 0, None, 0),
-        (74, False, None, 2, 74),
-    ],
+    beside(__file__, "batch_job.toml")["codes"],
 )
 def test_the_code_that_says_most_is_the_jobs(
     tmp_path: Path, code: int, warned: bool, recorded: int | None, hung: int | None, expected: int
@@ -142,7 +129,7 @@ def test_job_without_progress_is_requeued_three_times(
     ("code", "is_pruned", "answer"),
     [
         *((code, False, "requeue") for code in (1, 75, 78, 137)),
-        *((code, False, "") for code in (0, 2, 74, 76, 77)),
+        *((code, False, "") for code in (0, 2, 74, 76, 77, 79)),
         (75, True, ""),
     ],
 )

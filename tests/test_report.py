@@ -92,17 +92,28 @@ def test_long_files_keep_extremes_whatever_their_lines_look_like(tmp_path, chang
 def test_a_page_is_written_and_named(tmp_path):
     folder = write_run(tmp_path / "run")
     assert run_tool("report", folder).stdout.strip() == str(folder / "report.html")
-    out = run_tool("report", folder, folder, "--out", tmp_path / "both.html").stdout.strip()
-    assert Path(out).read_text().startswith("<!doctype html>")
+    out = run_tool("report", folder, folder, "--out", tmp_path / "both.html").stdout.splitlines()
+    assert Path(out[-1]).read_text().startswith("<!doctype html>")
 
 
-def test_without_a_name_all_runs_are_shown(tmp_path):
-    for name in ("a", "b"):
-        write_run(tmp_path / "runs" / name)
-    (tmp_path / "runs" / "empty").mkdir()
-    done = run_tool("report", cwd=tmp_path)
-    assert done.stdout.strip() == "runs/report.html"
-    assert (tmp_path / "runs/report.html").read_text().count("data-run=") >= 2
+@pytest.mark.parametrize("named", [[], ["runs", "--price=2.5"]])
+def test_all_runs_below_a_folder_are_listed(tmp_path, named):
+    ada = plan() | {"owner": "ada"}
+    write_run(tmp_path / "runs/team/a", the_plan=ada, gpu_hours=3, outcome="stopped", code=75)
+    write_run(tmp_path / "runs/team/a/not-a-run-of-its-own")
+    write_run(tmp_path / "runs/b", outcome="running", code=None)
+    (tmp_path / "runs/empty").mkdir()
+    *lines, _, path = run_tool("report", *named, cwd=tmp_path).stdout.splitlines()
+    table = [re.split("  +", line) for line in lines]
+    cost = (["cost"], ["-"], ["7.50"]) if named else ([], [], [])
+    assert table[0] == ["run", "owner", "state", "steps", "GPU hours", *cost[0]]
+    assert table[1][:2] + table[1][3:] == ["b", "-", "200 of 200", "-", *cost[1]]
+    assert re.fullmatch(r"no progress for \d+ d \d+ h", table[1][2])
+    assert table[2] == ["team/a", "ada", "stopped", "200 of 200", "3.00", *cost[2]]
+    page = (tmp_path / path).read_text()
+    assert path == "runs/report.html"
+    assert "<td>team/a<td>ada<td class=warning>stopped<td>" in page
+    assert "<td>3.00<td>7.50<td>" in page if named else "<th>cost" not in page
 
 
 def test_report_of_a_folder_that_is_no_run_is_an_error(tmp_path):

@@ -41,6 +41,7 @@ FINAL = {
     ExitCode.CANNOT_SAVE,
     ExitCode.DIVERGED,
     ExitCode.NO_CHECKPOINT,
+    ExitCode.OVER_BUDGET,
 }
 PRUNED = "pruned"
 """File in the folder of a sweep's trial that was stopped early; such a trial is finished."""

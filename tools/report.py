@@ -1,8 +1,8 @@
-"""Show runs: one as a page, several side by side, or all of them.
+"""Show runs: one as a page, several side by side, or all below a folder.
 
     python tools/report.py runs/first                    # writes runs/first/report.html
     python tools/report.py runs/a runs/b --out ab.html   # overlaid; what differs; which is best
-    python tools/report.py                               # all of runs/, into runs/report.html
+    python tools/report.py /shared/runs --price 2.5      # all runs below it: owner, state, cost
     python tools/report.py runs/first --plot curve.svg   # a picture, .svg or .png
 
 The page is one file that opens anywhere, without a network. A run may be in progress, interrupted
@@ -22,11 +22,12 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 from harness.errors import ConfigError, ExitCode
 from harness.report.chart import Chart, Curve
 from harness.report.charts import charts
-from harness.report.compare import MOST_DRAWN, compare_page_of, ranked
+from harness.report.compare import MOST_DRAWN, compare_page_of, ranked, used
 from harness.report.formatting import count, short
 from harness.report.page import NAME, described, page_of, write_page
 from harness.report.palette import FAINT, MUTED, SERIES
-from harness.report.run_record import RunRecord, is_run, read
+from harness.report.run_record import RunRecord, read, runs_in
+from harness.report.verdicts import progress, state
 from harness.terminal import command_parser
 from tools.figure import new_figure, plot_problems, with_thousands, write_plot
 
@@ -43,16 +44,22 @@ def main(argv: list[str]) -> int:
     """Run the command: argv -> a page or a plot -> exit code."""
     args = _parser().parse_args(argv)
     try:
-        runs = [read(path) for path in _paths(args.runs)]
+        runs = _read(args.runs)
         if problems := list(plot_problems(args.plot)):
             raise ConfigError(problems)
         if args.plot:
             write_plot(args.plot, drawn(runs))
             return int(ExitCode.DONE)
-        out = args.out or _place(args.runs, runs)
+        folder = args.runs[0] if len(args.runs) == 1 else args.runs[0].parent
+        out = args.out or folder / NAME
         if not out.absolute().parent.is_dir():
             raise ConfigError(f"--out {out}: there is no folder {out.parent}")
-        write_page(out, _page(args.runs, runs))
+        if runs[0].path == folder:
+            page = page_of(runs[0])
+        else:
+            print(listed(runs, args.price), end="\n\n")
+            page = compare_page_of(runs, f"{len(runs)} runs", args.price)
+        write_page(out, page)
     except (ConfigError, OSError) as error:
         print(f"cannot report: {error}", file=sys.stderr)
         return int(ExitCode.BAD_CONFIG)
@@ -62,35 +69,35 @@ def main(argv: list[str]) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser, add = command_parser(__doc__)
-    add("runs", nargs="*", type=Path, help="run folders (default: all of runs/)")
+    add("runs", nargs="*", type=Path, default=[ALL], help="run folders, or folders of runs (runs/)")
     add("--out", type=Path, help="page to write")
     add("--plot", type=Path, metavar="FILE.svg|png", help="write a picture instead of a page")
+    add("--price", type=float, help="price per GPU-hour, for the cost so far")
     return parser
 
 
-def _paths(named: list[Path]) -> list[Path]:
-    """Return the run folders. Raises ConfigError for a folder that is not one."""
-    if named:
-        if problems := [f"{path} is not a run folder" for path in named if not is_run(path)]:
-            raise ConfigError(problems)
-        return named
-    folders = sorted(path for path in ALL.glob("*") if is_run(path)) if ALL.is_dir() else []
-    if not folders:
-        raise ConfigError(f"there is no run in {ALL.absolute()}: give a run folder")
-    return folders
+def _read(folders: list[Path]) -> list[RunRecord]:
+    """Return the runs at or below the folders. Raises ConfigError for a folder without a run."""
+    by_folder = {folder: runs_in(folder) for folder in folders}
+    if problems := [f"{folder} holds no run" for folder, paths in by_folder.items() if not paths]:
+        raise ConfigError(problems)
+    return [
+        read(path, "" if path == folder else str(path.relative_to(folder)))
+        for folder in folders
+        for path in by_folder[folder]
+    ]
 
 
-def _place(named: list[Path], runs: list[RunRecord]) -> Path:
-    """Return the page's path: in the run's folder, or beside the runs."""
-    if len(named) == 1:
-        return named[0] / NAME
-    return (runs[0].path.parent if named else ALL) / NAME
-
-
-def _page(named: list[Path], runs: list[RunRecord]) -> str:
-    if len(named) == 1:
-        return page_of(runs[0])
-    return compare_page_of(runs, f"{len(runs)} runs" if named else "All runs")
+def listed(runs: list[RunRecord], price: float | None) -> str:
+    """Return the runs as a table of text: whose they are, how far, and what they used."""
+    heads = ("run", "owner", "state", "steps", "GPU hours", *["cost"] * (price is not None))
+    rows = [heads]
+    for run in runs:
+        owner = run.text("owner") or "-"
+        rows.append((run.name, owner, state(run), progress(run), *used(run, price)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = (map(str.ljust, row, widths) for row in rows)
+    return "\n".join("  ".join(line).rstrip() for line in lines)
 
 
 def drawn(runs: list[RunRecord]) -> Figure:

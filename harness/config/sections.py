@@ -337,15 +337,20 @@ class GuardConfig(Section):
     """Seconds allowed for start-up and for the first three runs of each phase. Collectives time out
     ten minutes later than this, and not before 70 minutes, so that a hang is reported first."""
     time_limit_s: Positive | None = None
-    """Seconds from the start within which the run saves and ends with code 75; None: the Slurm
-    job's time limit."""
+    """Seconds from the start by which the run ends with code 75; None: the Slurm job's limit."""
+    budget_gpu_hours: Positive | None = None
+    """GPU hours of all starts after which the run exports and ends with code 79; None: no limit."""
 
 
 class RunFolderConfig(Section):
-    """The run folder."""
+    """The run folder, whose run it is, and who is told."""
 
     dir: PathText | None = None
     """Run folder; None: a new one under runs/. A folder that holds a run resumes it."""
+    owner: Text | None = None
+    """Name that lists of runs and notifications show; None: the user who starts the run."""
+    notify: Text | None = None
+    """Whom to tell of starts, ends, hangs: an http(s) address, a command, FILE.prom; see docs."""
 
 
 class ResumeConfig(Section):

@@ -15,8 +15,8 @@ _TOGETHER = 64  # most ranks in one group
 
 
 class StopGuard:
-    """Makes the ranks agree on whether any was asked to stop, and whether all have written their
-    save.
+    """Makes the ranks agree on whether any was asked to stop, whether all have written their save,
+    and whether the budget is used up.
 
     A rank that stopped alone would leave the others waiting in a collective. Therefore each step
     starts an asynchronous reduction of all flags, read one step later: no rank waits, and all read
@@ -35,9 +35,9 @@ class StopGuard:
             )
             for ranks in groups_of(dist.get_rank() if world_size > 1 else 0, world_size)
         ]
-        self._flags = [torch.tensor([False, True], dtype=torch.int32) for _ in self._groups]
-        """(asked to stop, not written): of this step, and those being reduced over rows and
-        columns.
+        self._flags = [torch.tensor([False, True, False], dtype=torch.int32) for _ in self._groups]
+        """(asked to stop, not written, over budget): of this step, and those being reduced over
+        rows and columns.
         """
         self._works: list[Any] = []
 
@@ -56,21 +56,21 @@ class StopGuard:
                 ExitCode.STOPPED, f"asked to stop by {self.request.received or 'a rank'}"
             )
 
-    def agree(self, written: bool = False) -> tuple[bool, bool]:
-        """Return (True if any rank was asked to stop, True if all had `written`), equal on all
-        ranks, as of the previous call or, with rows and columns, of the one before it. Collective;
-        does not wait.
+    def agree(self, written: bool = False, is_over: bool = False) -> tuple[bool, bool, bool]:
+        """Return (True if any rank was asked to stop, True if all had `written`, True if any was
+        over budget), equal on all ranks, as of the previous call or, with rows and columns, of the
+        one before it. Collective; does not wait.
         """
-        mine = (self.request.received is not None, not written)
+        mine = (self.request.received is not None, not written, is_over)
         if not self._groups:
-            return mine[0], written
-        stop, unwritten = self._read()
+            return mine[0], written, is_over
+        stop, unwritten, over = self._read()
         self._flags = [torch.tensor(mine, dtype=torch.int32), *self._flags[:-1]]
         self._works = [
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group, async_op=True)
             for flags, group in zip(self._flags, self._groups, strict=True)
         ]
-        return stop, not unwritten
+        return stop, not unwritten, over
 
     def told_by_rank_0(self, message: T) -> T:
         """Return rank 0's `message` on every rank; waits without a timeout. Collective."""
@@ -90,12 +90,12 @@ class StopGuard:
             self._read()
         self.request.close()
 
-    def _read(self) -> tuple[bool, bool]:
+    def _read(self) -> tuple[bool, bool, bool]:
         for work in self._works:
             work.wait()
         self._works = []
-        stop, unwritten = self._flags[-1].tolist() if self._flags else (False, True)
-        return bool(stop), bool(unwritten)
+        stop, unwritten, over = self._flags[-1].tolist() if self._flags else (False, True, False)
+        return bool(stop), bool(unwritten), bool(over)
 
 
 def groups_of(rank: int, ranks: int) -> list[list[int]]:

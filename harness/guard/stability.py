@@ -202,9 +202,8 @@ class StabilityMonitor:
             return Verdict(Next.STOP, self._diagnosis(step, run_folder), ExitCode.DIVERGED)
         if self._patience.is_over and not is_last:
             best, best_step = self._patience.best, self._patience.best_step
-            return Verdict(
-                Next.END_EARLY, f"the held-out loss was best at step {best_step}, {best:.4f}"
-            )
+            message = f"the held-out loss was best at step {best_step}, {best:.4f} (eval.patience)"
+            return Verdict(Next.END_EARLY, message)
         return Verdict()
 
     @property

@@ -119,6 +119,8 @@ class Chart:
     is_wide: bool = False
     has_legend: bool = True
     log_x: bool = False
+    whole_x: bool = False
+    """True if x counts something, so that ticks between whole numbers mean nothing."""
     log_y: bool = False
     x_range: tuple[float, float] | None = None
     x_words: Sequence[str] = ()
@@ -227,15 +229,16 @@ def plot_of(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
     labels = "".join(
         f'<span style="bottom:{100 * share:.2f}%">{text}</span>' for share, text in y.ticks()
     )
+    limits = [(label, value) for label, value in limits if y.low <= value <= y.high]
+    room = max((len(label) for label, _ in limits), default=0)  # beside the curves, not over them
     drawn = "".join(
         f'<b class=limit style="bottom:{100 * y.share(value):.2f}%">{escaped(label)}</b>'
         f'<u style="bottom:{100 * y.share(value):.2f}%"></u>'
         for label, value in limits
-        if y.low <= value <= y.high
     )
     return (
-        f"<div class=plot><div class=y>{labels}</div><div class=area>{body}"
-        f"<div class=limits>{drawn}</div></div></div>"
+        f"<div class=plot style=--room:{room}ch><div class=y>{labels}</div>"
+        f"<div class=area>{body}<div class=limits>{drawn}</div></div></div>"
     )
 
 
@@ -408,7 +411,7 @@ def _x_ticks(chart: Chart, axis: str, x: Scale) -> list[tuple[float, str]]:
         )
         places = ticks(x.low / per, x.high / per)
         return [(x.share(place * per), f"{short(place)} {unit}") for place in places]
-    labels = x.ticks(whole=axis in AXES)
+    labels = x.ticks(whole=chart.whole_x or axis in AXES)
     if chart.x_range:  # its ends get a label even if they are not round numbers
         inner = [label for label in labels if 0.07 < label[0] < 0.93]
         labels = [(0.0, short(x.low, 4)), *inner, (1.0, short(x.high, 4))]

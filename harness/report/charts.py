@@ -1,9 +1,11 @@
 """Charts of a run, or of several runs overlaid, from their metrics and events."""
 
 import math
+import tomllib
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from harness.report.chart import Chart, Curve, Mark, Xs, colour_of
 from harness.report.formatting import short
@@ -12,22 +14,16 @@ from harness.report.palette import COMPONENTS
 from harness.report.profiles import profiles
 from harness.report.run_record import Event, RunRecord
 
-# The first group with a fitting prefix; the names of components are those of harness/estimate.
-_PREFIXES = {
-    "buffers": ("gradient buckets", "gradient staging"),
-    "gradients": ("pipeline: gradient", "gradient", "fp32 gradients", "flat gradients"),
-    "activations": ("pipeline", "activations", "attention mask", "recomputed layer",
-                    "backward temporaries"),
-    "logits": ("logits",),
-    "optimizer": ("master", "moments", "step temporaries"),
-    "weights": ("parameters", "persistent parameters", "gathered parameters",
-                "secondary parameters", "weights"),
-}  # fmt: skip
+_TABLES = tomllib.loads(Path(__file__).with_name("charts.toml").read_text(encoding="utf-8"))
 
 
 def group_of(component: str) -> str:
     """Return the group of a component: "buffers" for whatever only moves or adds up data."""
-    fitting = (group for group, prefixes in _PREFIXES.items() if component.startswith(prefixes))
+    fitting = (
+        group
+        for group, prefixes in _TABLES["prefixes"].items()
+        if component.startswith(tuple(prefixes))
+    )
     return next(fitting, "buffers")
 
 
@@ -98,16 +94,7 @@ def step_of(event: Event) -> int | None:
     return None if step is None else int(step)
 
 
-MARKS = {
-    "spike": ("var(--warning)", "spike"),
-    "skipped_step": ("var(--muted)", "skipped step"),
-    "rollback": ("var(--bad)", "rollback"),
-    "resumed": ("var(--good)", "resumed"),
-    "began_again": ("var(--warning)", "restarted"),
-    "failed": ("var(--bad)", "failure"),
-    "hang": ("var(--bad)", "hang"),
-    "out_of_memory": ("var(--bad)", "out of memory"),
-}
+MARKS: dict[str, tuple[str, str]] = {kind: tuple(mark) for kind, mark in _TABLES["marks"].items()}
 """Kinds of events that are marked in every chart over the run; saves only in the first."""
 SAVED = {"saved": ("var(--faint)", "checkpoint")}
 
@@ -127,40 +114,7 @@ class _Kind:
     note: str = ""
 
 
-_KINDS = (
-    _Kind("learning_rate", "Learning rate", "per step", from_zero=True, constant_too=True),
-    _Kind("global_batch", "Batch", "windows per step", from_zero=True),
-    _Kind("sequence_length", "Sequence length", "tokens", from_zero=True),
-    _Kind("grad_norm", "Gradient norm", "before clipping", is_noisy=True, constant_too=True),
-    _Kind("param_norm", "Parameter norm", "over all weights"),
-    _Kind(
-        "update_ratio",
-        "Update over weight",
-        "norm of a step's update over norm of the weights",
-        note="About 1e-3 is usual, 1e-2 for small models; far more means a rate that is too high.",
-    ),
-    _Kind("tokens_per_s", "Throughput", "tokens/s, all ranks", True, True, constant_too=True),
-    _Kind("mfu", "Model FLOPs utilisation", "per cent of the peak", True, True, 100, True),
-    _Kind("step_time_s", "Time of a step", "seconds", True, True, constant_too=True),
-    _Kind("peak_allocated_gib", "Memory in tensors", "GiB, fullest rank", False, True, 1, True),
-    _Kind("data_wait_share", "Wait for data", "per cent of a step", True, True, 100),
-    _Kind("padding_share", "Padding", "per cent of the positions", True, True, 100),
-    _Kind(
-        "old_eval_loss",
-        "Forgetting",
-        "held-out loss on the old data (data.rehearse), nats per token",
-        note="It rises if the run forgets what earlier runs learned.",
-    ),
-    _Kind("loss_scale", "Loss scale", "of fp16", from_zero=True),
-    _Kind("skipped_steps", "Skipped steps", "so far", from_zero=True),
-    _Kind(
-        "expert_load_max",
-        "Busiest expert",
-        "its tokens over its layer's mean",
-        note="1 if all experts are loaded equally.",
-    ),
-    _Kind("expert_load_entropy", "Entropy of the experts' load", "1 if all are loaded equally"),
-)
+_KINDS = [_Kind(**metric) for metric in _TABLES["metrics"]]
 
 
 def charts(runs: list[RunRecord]) -> list[Chart]:

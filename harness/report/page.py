@@ -22,12 +22,23 @@ from harness.report.formatting import count, cut, duration, escaped, gib, moment
 from harness.report.lines import number
 from harness.report.palette import COMPONENTS, css
 from harness.report.profiles import needle_card
-from harness.report.run_record import RunRecord, dig, read, values_of
-from harness.report.verdicts import Advice, Verdict, advice, ending, memory_rows, progress, verdicts
+from harness.report.run_record import Event, RunRecord, dig, read, values_of
+from harness.report.verdicts import (
+    Advice,
+    Verdict,
+    advice,
+    ending,
+    memory_rows,
+    progress,
+    state,
+    verdicts,
+)
 
 NAME = "report.html"
 MOST_CHARACTERS = 200_000
 """Characters of plan.json that the page shows."""
+MOST_OF_A_PROMPT = 300
+"""Characters of a prompt that a sample shows before the answer."""
 REFRESH_S = 60
 """Interval at which the page of a running run reloads itself."""
 
@@ -76,9 +87,9 @@ def document(
 
 def _header(run: RunRecord) -> str:
     end = ending(run)
-    word = "silent" if run.is_silent() else run.outcome
     return (
-        f"<header><h1>{escaped(run.name)}</h1><span class='badge {end.kind}'>{escaped(word)}</span>"
+        f"<header><h1>{escaped(run.name)}</h1>"
+        f"<span class='badge {end.kind}'>{escaped(state(run))}</span>"
         f"<p>{escaped(described(run))}</p></header>"
     )
 
@@ -116,15 +127,14 @@ def parameters(run: RunRecord) -> int | None:
 
 
 def _tiles(run: RunRecord) -> str:
-    best, evaluations = run.best(), run.evaluations()
-    tiles = []
+    best, tiles = run.best(), []
     if best is not None:
-        last = evaluations[-1][1]
+        last = run.evaluations()[-1][1]
         now = f"perplexity {short(math.exp(min(best[1], 700)))}"
         at = f"best, at step {best[0]:,}; {last:.3f} now" if last > best[1] else now
-        if not evaluations[-1][0]:
-            at = "before training; none since"
         tiles.append(("Held-out loss", f"{best[1]:.3f}", at))
+    elif run.before is not None:
+        tiles.append(("Held-out loss", f"{run.before:.3f}", "before training; none since"))
     losses = [value for _, value in values_of(run.lines, "loss")]
     if losses:
         tiles.append(("Training loss", f"{losses[-1]:.3f}", f"from {losses[0]:.3f}"))
@@ -132,7 +142,8 @@ def _tiles(run: RunRecord) -> str:
     tokens = f"{short(number(last_line.get('tokens')))} tokens" if last_line else ""
     tiles.append(("Steps", progress(run), tokens))
     if run.seconds:
-        tiles.append(("Time at work", duration(run.seconds[-1]), _attempts(run)))
+        used = f"{short(run.gpu_hours)} GPU hours, " if run.gpu_hours is not None else ""
+        tiles.append(("Time at work", duration(run.seconds[-1]), used + _attempts(run)))
     rates = [value for _, value in values_of(run.lines, "tokens_per_s")]
     if rates:
         mfu = [value for _, value in values_of(run.lines, "mfu")]
@@ -261,11 +272,23 @@ def _samples(run: RunRecord) -> str:
     shown = [samples[0], samples[-1]] if len(samples) > 1 else samples
     titles = [f"{event.get('title', 'sample')}, step {event.get('step')}" for event in shown]
     cards = "".join(
-        f"<div class=card><h3>{escaped(title.capitalize())}</h3><pre class=sample><span>"
-        f"{escaped(event.get('prompt', ''))}</span>{escaped(event.get('text', ''))}</pre></div>"
+        f"<div class=card><h3>{escaped(title.capitalize())}</h3>{_sample(event)}</div>"
         for event, title in zip(shown, titles, strict=True)
     )
     return f"<h2>What it writes</h2><section class=two>{cards}</section>"
+
+
+def _sample(event: Event) -> str:
+    """Return a sample: of a long prompt its end, because the answer is what the model wrote."""
+    prompt = str(event.get("prompt", ""))
+    end = "\n".join(prompt[-MOST_OF_A_PROMPT:].rsplit("\n", 4)[-4:])
+    whole = f"<details><summary>The whole prompt</summary><pre>{escaped(prompt)}</pre></details>"
+    cut_off = len(end) < len(prompt)
+    answer = event.get("text") or "(no text)"
+    return (
+        f"<pre class=sample><span>{'... ' * cut_off}{escaped(end)}</span>"
+        f"{escaped(answer)}</pre>{whole * cut_off}"
+    )
 
 
 def _plan(run: RunRecord) -> str:
@@ -311,6 +334,7 @@ def plan_rows(run: RunRecord) -> list[tuple[str, str]]:
     package_versions = versions if isinstance(versions, dict) else {}
     model = (run.text("model_source"), run.text("model_config", "model_type"))
     return [
+        ("owner", run.text("owner")),
         ("model", ", ".join(filter(None, model))),
         ("parameters", count(size) if (size := parameters(run)) is not None else ""),
         ("DeepSpeed JSON", run.text("deepspeed_source")),

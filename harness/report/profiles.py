@@ -66,16 +66,20 @@ def profiles(run: RunRecord) -> Iterator[Chart]:
         for line in run.lines
         if isinstance(values := line.get("loss_by_position"), list)
     ]
-    axis, marks = "part of the window, from its beginning to its end", list[Mark]()
     trained = number(run.planned("run", "data", "seq_len"))
     longest = number(run.planned("run", "eval", "seq_len"))
+    axis, marks, window = "part of the window", list[Mark](), longest or trained
+    if window:  # the last token of each part
+        axis = f"position in a window of {window:,.0f} tokens"
+        rows = [
+            (step, [(round((n + 1) * window / len(parts)), loss) for n, loss in parts])
+            for step, parts in rows
+        ]
     note = "It falls to the right if the model uses the preceding text."
     if run.planned("run", "train", "carry_state"):
         note = "It is flat if the carried state holds what the model needs."
     if rows and trained and longest:
-        axis = f"part of a window of {longest:,.0f} tokens"
-        place = len(rows[-1][1]) * trained / longest - 0.5
-        marks = [Mark({axis: place}, "var(--warning)", "length of the training samples")]
+        marks = [Mark({axis: trained}, "var(--warning)", "length of the training samples")]
         note += f" The line is where training samples end, at {trained:,.0f} tokens."
     chart = _profile(
         "loss-by-position", "Loss by position", "nats per token, held-out", axis, rows, note
@@ -102,4 +106,4 @@ def _profile(
         colour = f"color-mix(in srgb,var(--series-1) {share}%,var(--grid))"
         values = [value for _, value in pairs if value is not None]
         curves.append(Curve(f"step {step:,}", colour, {axis: xs}, values))
-    return Chart(name, title, unit, curves, note=note, axes={axis: axis})
+    return Chart(name, title, unit, curves, note=note, axes={axis: axis}, whole_x=True)

@@ -1,5 +1,6 @@
 """A run as its folder records it, whatever state the folder is in."""
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typing import Any
 from harness.errors import ConfigError
 from harness.files.records import read_lines as read_records
 from harness.report.lines import Line, Lines, number, read_lines
-from harness.runfolder import RunFolder
+from harness.runfolder import RunFolder, saved_steps
 
 Event = dict[str, Any]
 
@@ -27,17 +28,16 @@ class RunRecord:
     """All records of one run."""
 
     path: Path
+    name: str
+    """The folder's name, or its path below the folder whose runs are listed."""
     plan: dict[str, Any] = field(default_factory=dict)
     status: dict[str, Any] = field(default_factory=dict)
     events: list[Event] = field(default_factory=list)
     metrics: Lines = field(default_factory=Lines)
     problems: list[str] = field(default_factory=list)
     """Records that could not be read, each with the reason."""
-
-    @property
-    def name(self) -> str:
-        """The folder's name."""
-        return self.path.name
+    saved: list[int] = field(default_factory=list)
+    """Steps of the checkpoints that are kept."""
 
     @property
     def lines(self) -> list[Line]:
@@ -92,9 +92,40 @@ class RunRecord:
         """Return step and held-out loss of every evaluation."""
         return list(values_of(self.lines, "eval_loss"))
 
+    @property
+    def before(self) -> float | None:
+        """Held-out loss before the first step; None if it was not measured."""
+        return next((loss for step, loss in self.evaluations()[:1] if step == 0), None)
+
+    def lowest(self) -> tuple[int, float] | None:
+        """Return step and value of the lowest held-out loss after a step."""
+        return min(self._trained(), key=lambda pair: pair[1], default=None)
+
     def best(self) -> tuple[int, float] | None:
-        """Return step and value of the lowest held-out loss."""
-        return min(self.evaluations(), key=lambda pair: pair[1], default=None)
+        """Return step and held-out loss of the best trained weights that can be used: those of a
+        kept checkpoint, or the last ones, which are exported or, during the run, still trained.
+        """
+        trained = self._trained()
+        kept = [pair for pair in trained if pair[0] in self.saved]
+        if not kept or self.outcome == "running":
+            kept += trained[-1:]
+        return min(kept, key=lambda pair: pair[1], default=None)
+
+    def has_improved(self) -> bool:
+        """Return False if the best weights are no better than those before the first step."""
+        best = self.best()
+        return best is None or self.before is None or best[1] < self.before
+
+    def _trained(self) -> list[tuple[int, float]]:
+        return [(step, loss) for step, loss in self.evaluations() if step > 0]
+
+    @property
+    def gpu_hours(self) -> float | None:
+        """GPU hours of all attempts so far; None if they were not recorded."""
+        records = (self.status, *self.lines[-1:])
+        return max(
+            (h for r in records if (h := number(r.get("gpu_hours"))) is not None), default=None
+        )
 
     def even_values(self, key: str) -> Iterator[tuple[int, float]]:
         """Yield step and value of a key on evenly chosen lines, which may enter a mean."""
@@ -147,9 +178,11 @@ class RunRecord:
         return (now or time.time()) - self.last_sign > max(SILENT_S, 20 * step_s * logged)
 
 
-def read(path: Path) -> RunRecord:
+def read(path: Path, name: str = "") -> RunRecord:
     """Read a run folder. Never raises because of the folder's content: see `problems`."""
-    folder, run = RunFolder(path), RunRecord(path)
+    folder, run = RunFolder(path), RunRecord(path, name or path.name)
+    with contextlib.suppress(OSError):
+        run.saved = saved_steps(str(path))
     try:
         run.plan = folder.read_plan() or {}
         if not run.plan:
@@ -175,6 +208,17 @@ def read(path: Path) -> RunRecord:
 def is_run(path: Path) -> bool:
     """Return True for a folder with a run's records."""
     return any((path / name).is_file() for name in ("plan.json", "status.json", "metrics.jsonl"))
+
+
+def runs_in(folder: Path) -> list[Path]:
+    """Return the run folders at or below a folder, in the order of their names."""
+    if is_run(folder):
+        return [folder]
+    try:
+        below = sorted(path for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    except OSError:  # not ours to read
+        return []
+    return [run for path in below for run in runs_in(path)]
 
 
 def values_of(lines: list[Line], key: str) -> Iterator[tuple[int, float]]:

@@ -1,6 +1,7 @@
 """Verdicts on a run's records, and what to do next."""
 
 import shlex
+import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean, median
@@ -17,6 +18,7 @@ from harness.report.lines import number
 from harness.report.run_record import RunRecord
 
 MEMORY_ERROR = 0.1  # relative; the same as TOLERANCE in run/live_memory.py
+MEMORY_FROM = 2**30  # bytes; below, buffers of fixed size make errors that mean nothing
 LENGTHS = ("train.steps", "train.tokens", "train.epochs")
 """Keys of which a command may have at most one."""
 _SAME = {
@@ -95,7 +97,7 @@ def _losing(run: RunRecord) -> Verdict | None:
 
 
 def _generalising(run: RunRecord) -> Verdict | None:
-    best, evaluations = run.best(), run.evaluations()
+    best, evaluations = run.lowest(), run.evaluations()
     if best is None or len(evaluations) < 3:
         return None
     step, last = evaluations[-1]
@@ -179,7 +181,7 @@ def memory_rows(run: RunRecord) -> list[tuple[str, float, float]]:
 
 
 def _memory(run: RunRecord) -> Verdict | None:
-    rows = memory_rows(run)
+    rows = [row for row in memory_rows(run) if max(row[1:]) >= MEMORY_FROM]
     if not rows:
         return None
     errors = {point: predicted / max(measured, 1) - 1 for point, predicted, measured in rows}
@@ -248,6 +250,13 @@ def ending(run: RunRecord) -> Verdict:
     return Verdict("warning", "No status is on record.")
 
 
+def state(run: RunRecord) -> str:
+    """Return the run's outcome in a word or, for a silent one, how long it has been silent."""
+    if run.is_silent() and run.last_sign is not None:
+        return f"no progress for {duration(time.time() - run.last_sign)}"
+    return run.outcome
+
+
 def _left(run: RunRecord) -> str:
     seconds, total = _even(run, "step_time_s")[-50:], run.total_steps
     if not seconds or not total:
@@ -274,10 +283,12 @@ def _by_outcome(run: RunRecord) -> list[Advice]:
     if run.outcome == "failed" and memory.get("attempt", 0) == run.status.get("attempt"):
         helps = str(memory.get("message", "")).rpartition("; ")[2]
         return [Advice(f"It ran out of memory. {helps}", command(run))]
+    if run.outcome == "stopped" and code == ExitCode.OVER_BUDGET:
+        more = {"guard.budget_gpu_hours": _rounded(2 * (run.gpu_hours or 1.0))}
+        return [Advice("Resume with a larger budget:", command(run, changes=more))]
     if run.outcome == "stopped":
-        return [
-            Advice("Resume: the same command continues from the newest checkpoint.", command(run))
-        ]
+        text = "Resume: the same command continues from the newest checkpoint."
+        return [Advice(text, command(run))]
     if run.outcome == "diverged" or code == ExitCode.DIVERGED:
         saved = [step for e in run.of_kind("saved") if (step := number(e.get("step"))) is not None]
         lower = _rounded((number(run.planned("run", "optim", "lr")) or 0.0) / 2)
@@ -333,14 +344,17 @@ def _unready(run: RunRecord) -> Advice | None:
 
 def _by_curve(run: RunRecord) -> list[Advice]:
     """Return advice from the held-out losses."""
-    evaluations, best = run.evaluations(), run.best()
+    evaluations, best = run.evaluations(), run.lowest()
     total = run.total_steps
     if run.outcome != "done" or len(evaluations) < 3 or best is None or not total or _unready(run):
         return []
     (_, before), (_, last) = evaluations[-2:]
     if last > best[1] * 1.01:
-        text = f"The best weights are those of step {best[0]:,}: save.keep_best keeps them."
-        return [Advice(text)]
+        text = f"The best weights are those of step {best[0]:,}"
+        if best[0] in run.saved:
+            export = f"python tools/export_hf.py {shlex.quote(str(run.path))} --step {best[0]}"
+            return [Advice(f"{text}:", export)]
+        return [Advice(f"{text}: save.keep_best keeps them.")]
     if before - last > 0.005 * before:
         text = (
             f"Held-out loss still fell by {before - last:.3f} in the last evaluation: train longer."
@@ -362,7 +376,8 @@ def command(run: RunRecord, dir: str | None = None, changes: dict[str, Any] | No
     replaced = LENGTHS if any(key in LENGTHS for key in changes) else ()
     for key, origin in origins.items() if isinstance(origins, dict) else ():
         value = run.planned("run", *key.split("."))
-        if value is not None and key not in ("run.dir", *replaced) and origin not in DECIDED:
+        left_out = ("run.dir", "run.notify", *replaced)  # plan.json has no more than a part of it
+        if value is not None and key not in left_out and origin not in DECIDED:
             values[key] = value
     assigned = run.planned("deepspeed_set")
     if isinstance(assigned, dict):

@@ -43,6 +43,7 @@ from harness.run.finish import question_of, show_sample
 from harness.run.instrument import Instrument
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import ExpertLoad, Meter, SourceLosses, StepClock, WeightChange
+from harness.run.notify import Notifier
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.profiling import Profiler
@@ -181,6 +182,9 @@ def build(
         memory = MemoryCheck(plan, device)
         guard.stop_if_asked()  # a large model takes minutes; the folder is still untouched
         folder = open_folder(plan, progress.say)
+        folder.count_gpu_hours(-(-plan.world.world_size // plan.world.ranks_per_gpu), request.began)
+        target = plan.config.run.notify if plan.world.rank == 0 else None
+        notifier = Notifier(target, record["owner"], folder, progress.say)
         progress.total_steps = total_steps
         saves = plan.config.save
         keep = Retention(saves.keep, saves.keep_every, saves.keep_best)
@@ -201,10 +205,12 @@ def build(
             progress=progress,
             pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),
             trackers=Trackers(folder.append_event),
+            notifier=notifier,
             instruments=(
                 *_instruments(plan, engine, data),
                 StepClock(plan, record["seen_tokens"]),
                 memory,
+                notifier,
             ),
         )
         report_path = folder.hang_path(folder.attempt)

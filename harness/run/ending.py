@@ -21,6 +21,7 @@ from harness.runfolder import Outcome
 _OUTCOMES: dict[ExitCode, Outcome] = {
     ExitCode.DONE: "done",
     ExitCode.STOPPED: "stopped",
+    ExitCode.OVER_BUDGET: "stopped",
     ExitCode.DIVERGED: "diverged",
     ExitCode.CANNOT_SAVE: "failed",
     ExitCode.NO_CHECKPOINT: "failed",
@@ -99,8 +100,10 @@ def _record(run: Run, ending: Ending) -> None:
             run.trackers.close(ending.outcome)
         except CannotSave as error:  # must not hide what ended the run
             run.progress.say(str(error))
+        run.notifier.tell(ending.outcome, ending.code, ending.message)
         if (page := run.pages.finish()) is not None:
             run.progress.say(f"report {page}")
+        run.notifier.close()
         run.folder.close()
 
 
@@ -112,7 +115,9 @@ def hangs(run: Run, report: dict[str, Any] | None) -> None:
         run.folder.append_failure(rank, "hang", step=step, message=message)
     if report is not None or run.is_writer:  # rank 0 itself may hang
         run.folder.write_failure(ExitCode.HANG, step, message)
+    run.notifier.tell("hang", ExitCode.HANG, message)
     run.pages.finish(_PATIENCE_S)
+    run.notifier.close()
 
 
 def fails(run: Run, failure: Failure) -> None:
@@ -127,5 +132,7 @@ def fails(run: Run, failure: Failure) -> None:
         run.folder.append_failure(failure.rank, step=step, message=message)
     if reports or run.is_writer:
         run.folder.write_failure(failure.code, step, message)
+    run.notifier.tell("failed", failure.code, message)
     run.pages.finish(_PATIENCE_S)
+    run.notifier.close()
     run.folder.close()

@@ -17,6 +17,7 @@ from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
 from harness.run.meter import seen_tokens
+from harness.run.notify import printable, user_name
 from harness.runfolder import RunFolder, create_run_dir
 
 _HASHED_WINDOWS = 8
@@ -28,9 +29,13 @@ def plan_record(plan: Plan, data: Data, total_steps: int) -> dict[str, Any]:
     seen = seen_tokens(data.train)
     step = step_time(plan, seen_tokens=seen)
     packages = ("torch", "deepspeed", "transformers", "accelerate", "sentencepiece")
+    planned, settings = plan.to_json(), plan.config.run
+    if settings.notify is not None:  # plan.json is shown to others
+        planned["run"]["run"]["notify"] = printable(settings.notify)
     return {
-        **plan.to_json(),
+        **planned,
         "started_in": str(Path.cwd()),  # where relative paths begin
+        "owner": settings.owner or user_name(),
         "total_steps": total_steps,
         "cores": len(os.sched_getaffinity(0)),
         "seen_tokens": seen,
@@ -92,22 +97,22 @@ def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
     Raises ConfigError or CannotSave on every rank if rank 0 cannot open it.
     """
     folder: RunFolder | None = None
-    outcome: list[Any] = [None, 0, None, ExitCode.BAD_CONFIG]
+    outcome: list[Any] = [None, 0, 0.0, None, ExitCode.BAD_CONFIG]
     if plan.world.rank == 0:
         try:
             folder = _chosen(plan, say)
-            outcome[:2] = str(folder.path), folder.attempt
+            outcome[:3] = str(folder.path), folder.attempt, folder.gpu_hours_before
         except (ConfigError, CannotSave, OSError) as error:
-            outcome[2] = f"run.dir={plan.config.run.dir}: {error}"
+            outcome[3] = f"run.dir={plan.config.run.dir}: {error}"
             if is_full_disk(error):
-                outcome[3] = ExitCode.CANNOT_SAVE
+                outcome[4] = ExitCode.CANNOT_SAVE
     dist.broadcast_object_list(outcome)
-    path, attempt, problem, code = outcome
+    path, attempt, hours, problem, code = outcome
     if problem is not None:
         raise CannotSave(problem) if code == ExitCode.CANNOT_SAVE else ConfigError(problem)
     if folder is None:
         folder = RunFolder(path)
-        folder.attempt = attempt
+        folder.attempt, folder.gpu_hours_before = attempt, hours
     return folder
 
 

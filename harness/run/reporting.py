@@ -52,8 +52,13 @@ def evaluate_at_start(run: Run) -> None:
     Collective.
     """
     step = run.state.step
-    due = step == 0 or is_due(step, run.plan.config.eval.every)
-    if due and run.held_out_nats is None and (line := evaluated(run)):
+    if step == 0 or is_due(step, run.plan.config.eval.every):
+        evaluate_weights(run)
+
+
+def evaluate_weights(run: Run) -> None:
+    """Evaluate the current weights and write a line, unless they have been. Collective."""
+    if run.held_out_nats is None and (line := evaluated(run)):
         write_line(run, line)
 
 
@@ -76,6 +81,7 @@ def write_line(run: Run, line: dict[str, Any]) -> None:
         "tokens": run.state.tokens,
         "loss_scale": run.engine.loss_scale,
         "skipped_steps": run.engine.skipped_steps,
+        "gpu_hours": round(run.folder.gpu_hours, 6),
         **line,
     }
     if run.is_writer:

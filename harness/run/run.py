@@ -20,6 +20,7 @@ from harness.layout.grid import Purpose
 from harness.plan.plan import Plan
 from harness.run.instrument import Instrument
 from harness.run.meter import Meter
+from harness.run.notify import Notifier
 from harness.run.pages import Pages
 from harness.run.progress import Progress
 from harness.run.trackers import Trackers
@@ -51,6 +52,7 @@ class Run:
     progress: Progress
     pages: Pages
     trackers: Trackers
+    notifier: Notifier
     instruments: tuple[Instrument, ...]
     held_out_nats: float | None = None
     """Held-out loss of the current weights, in nats; None if they have not been evaluated."""
@@ -84,11 +86,17 @@ class Run:
         if self.is_writer:
             self.folder.append_event(kind, **fields)
 
-    def stop_asked(self) -> tuple[bool, bool]:
+    @property
+    def is_over_budget(self) -> bool:
+        """True once the run has used guard.budget_gpu_hours, by this rank's clock."""
+        budget = self.plan.config.guard.budget_gpu_hours
+        return budget is not None and self.folder.gpu_hours >= budget
+
+    def stop_asked(self) -> tuple[bool, bool, bool]:
         """Return the result of `guard.agree`; rank 0 first checks the time limit. Collective."""
         if self.is_writer and self.time_left.is_short_of(self._most_before_the_end_s()):
             self.guard.request.ask("the time limit")
-        return self.guard.agree(self.saver.written)
+        return self.guard.agree(self.saver.written, self.is_over_budget)
 
     def _most_before_the_end_s(self) -> float:
         """Return the seconds that another step may take, the steps in which all ranks learn of the

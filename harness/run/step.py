@@ -112,18 +112,34 @@ def decide(run: Run) -> Verdict:
     verdict = run.stability.verdict(run.state.step, is_last, run.folder.path)
     if verdict.next not in (Next.GO_ON, Next.END_EARLY):
         return verdict
-    stop, is_written = run.stop_asked()
-    if stop and not is_last and verdict.next is Next.GO_ON:
-        message = f"asked to stop by {run.guard.request.received or 'a rank'}"
-        verdict = Verdict(Next.STOP, message, ExitCode.STOPPED)
+    stop, is_written, is_over = run.stop_asked()
+    if not is_last and verdict.next is Next.GO_ON:
+        if stop:
+            message = f"asked to stop by {run.guard.request.received or 'a rank'}"
+            verdict = Verdict(Next.STOP, message, ExitCode.STOPPED)
+        elif is_over:
+            verdict = _over_budget(run)
     return replace(verdict, is_written=is_written)
 
 
-def end_early_at_start(run: Run) -> None:
-    """End a resumed run that had already ended early, unless eval.patience was raised."""
-    verdict = run.stability.verdict(run.state.step, not run.steps.are_left, run.folder.path)
-    if verdict.next is Next.END_EARLY:
-        end_early(run, verdict)
+def _over_budget(run: Run) -> Verdict:
+    used, budget = run.folder.gpu_hours, run.plan.config.guard.budget_gpu_hours
+    message = f"{used:.3g} GPU hours are used, of guard.budget_gpu_hours={budget:g}; raise it first"
+    return Verdict(Next.END_EARLY, message, ExitCode.OVER_BUDGET)
+
+
+def end_early_at_start(run: Run) -> Verdict:
+    """End a resumed run that had already ended early, unless eval.patience or the budget was
+    raised. Collective.
+    """
+    is_last = not run.steps.are_left
+    verdict = run.stability.verdict(run.state.step, is_last, run.folder.path)
+    if not is_last and run.guard.told_by_rank_0(run.is_over_budget):
+        verdict = _over_budget(run)
+    if verdict.next is not Next.END_EARLY:
+        return Verdict()
+    end_early(run, verdict)
+    return verdict
 
 
 def apply_verdict(run: Run, verdict: Verdict) -> None:
@@ -137,11 +153,10 @@ def apply_verdict(run: Run, verdict: Verdict) -> None:
 
 
 def end_early(run: Run, verdict: Verdict) -> None:
-    """Make the current step the last one (eval.patience)."""
-    best_step, best = run.stability.best
-    run.event("ended_early", step=run.state.step, best_step=best_step, best=best)
-    message = f"ended early at step {run.state.step} (eval.patience): {verdict.message}"
-    run.progress.say(message)
+    """Make the current step the last one."""
+    (best_step, best), message = run.stability.best, verdict.message
+    run.event("ended_early", step=run.state.step, best_step=best_step, best=best, message=message)
+    run.progress.say(f"ended early at step {run.state.step}: {message}")
     run.steps.total = run.state.step
 
 

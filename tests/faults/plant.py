@@ -4,7 +4,7 @@
 signal twice), hup, int, stop (SIGSTOP), sleep (for "seconds"), skip (the call that would begin
 there), raise, starve (no thread can start), fill or readonly (the file system at "mount"), full
 ("file" accepts no more data), truncate (half of "file"), differ (the exported model has another
-loss). "nccl": the process group is left as NCCL leaves it.
+loss), hours (the run has used 50 GPU hours). "nccl": the process group is left as NCCL leaves it.
 {"defect": NAME}: one of the parity gate.
 """
 
@@ -26,6 +26,7 @@ import torch.distributed as dist
 from harness import loop
 from harness.layout.world import World
 from harness.run.run import Run
+from harness.runfolder import RunFolder
 from harness.steps import Step
 from tests.real_runs import fill
 from tools.acceptance.plant import take_scaled_step
@@ -104,6 +105,8 @@ def _do(fault: dict[str, Any]) -> None:
             path.symlink_to("/dev/full")  # as if the disk had filled up with the last line
         case "differ":
             _export_differs()
+        case "hours":
+            RunFolder.gpu_hours = property(lambda _: 50.0)  # type: ignore[method-assign, assignment]
         case "starve":
             threading.Thread._bootstrap = _cannot_begin  # type: ignore[attr-defined]
         case "raise":

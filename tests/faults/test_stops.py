@@ -12,6 +12,7 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.conftest import STEPS, Trial, arguments, check_tidy, curve, executed, newest
 from tests.real_runs import TRAIN, environment, events, wait_for
+from tests.run.test_notify import SECRET, webhook
 from tests.tiers import rest_in_gate
 
 STARTS = [
@@ -104,6 +105,30 @@ def test_a_run_saves_and_ends_before_its_time_is_up(trial: Trial) -> None:
     assert executed(run) == list(range(1, done[-1] + 3))
 
 
+@pytest.mark.gate("faults")
+def test_a_used_up_budget_ends_a_run_that_a_larger_one_resumes(trial: Trial) -> None:
+    small, run = "guard.budget_gpu_hours=10", trial.run
+    with webhook() as (address, notices):
+        common = ("save.export=true", f"run.notify={address}", "run.owner=ada")
+        ended = trial.start(*common, small, code=79, at="in a step", nth=3, do="hours")
+        step = (run.read_status() or {})["step"]
+        assert 2 < step < STEPS
+        assert newest(run).name == f"step-{step:08d}"
+        assert (run.export_dir / "config.json").exists()
+        assert "eval_loss" in run.read_metrics()[-1]
+        trial.start(*common, small, code=79)  # takes no step
+        assert executed(run) == [*range(1, step + 1)]
+        trial.start(*common, "guard.budget_gpu_hours=100")
+    assert executed(run) == [*range(1, STEPS + 1)]
+    assert (run.read_status() or {})["gpu_hours"] > run.read_metrics()[-1]["gpu_hours"] > 50
+    said = [(notice["event"], notice["code"]) for notice in notices]
+    ends = [("stopped", 79), ("stopped", 79), ("done", 0)]
+    assert said == [event for end in ends for event in (("started", None), end)]
+    assert {notice["owner"] for notice in notices} == {"ada"}
+    for text in (ended.output, run.plan_path.read_text(), run.events_path.read_text()):
+        assert SECRET not in text
+
+
 LIMIT_S = 6
 # Limits are learned within three steps; longer phases are then hangs.
 WATCHED = (f"guard.hang_floor_s={LIMIT_S}", "guard.hang_factor=10", "guard.hang_first_s=60")
@@ -121,7 +146,9 @@ def check_report(run: RunFolder, named: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize("rank", rest_in_gate("faults", [1, 0], 1))
 def test_a_rank_that_is_killed_is_named(rank: int, trial: Trial) -> None:
-    trial.kill(rank, "in a step", 6)
+    state = trial.path.with_suffix(".prom")
+    trial.kill(rank, "in a step", 6, f"run.notify={state}")
+    assert ('state="failed"' in state.read_text()) == (rank != 0)  # rank 0 alone tells
     (event,) = events(trial.run, "failed")
     assert (event["rank"], event["attempt"]) == (rank, 1)
     status = trial.failed(1)

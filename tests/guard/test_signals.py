@@ -52,16 +52,16 @@ def guard() -> Iterator[StopGuard]:
 @ranks(6)
 def test_many_ranks_agree_in_rows_and_columns() -> None:
     """In two rows of three, it takes two steps until all know; rank 4 is asked in its fourth."""
-    rank, answers = dist.get_rank(), list[tuple[bool, bool]]()
+    rank, answers = dist.get_rank(), list[tuple[bool, bool, bool]]()
     with mock.patch.object(module, "_TOGETHER", 1):
         guard = StopGuard(6)
     assert guard.delay == 2
     for step in range(7):
         if (rank, step) == (4, 3):
             guard.request.ask("a test")
-        answers.append(guard.agree(written=step > 0 or rank != 5))
-    written = [(False, False)] * 3 + [(False, True)] * 2
-    assert answers == [*written, (True, True), (True, True)]
+        answers.append(guard.agree(written=step > 0 or rank != 5, is_over=(rank, step) == (0, 4)))
+    written = [(False, False, False)] * 3 + [(False, True, False)] * 2
+    assert answers == [*written, (True, True, False), (True, True, True)]
     with pytest.raises(RunStopped) as stopped:
         guard.stop_if_asked()
     assert stopped.value.code == ExitCode.STOPPED
@@ -82,11 +82,11 @@ def test_a_rank_is_connected_to_few_of_many(count: int, most: int) -> None:
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_becomes_a_stop_request(number: signal.Signals, guard: StopGuard) -> None:
-    assert guard.agree() == (False, False)
+    assert guard.agree() == (False, False, False)
     guard.stop_if_asked()
     os.kill(os.getpid(), number)
-    assert guard.agree() == (True, False)
-    assert guard.agree(written=True) == (True, True)
+    assert guard.agree() == (True, False, False)
+    assert guard.agree(written=True, is_over=True) == (True, True, True)
     assert guard.request.received == name_of(number)
     with pytest.raises(RunStopped, match=f"asked to stop by {name_of(number)}"):
         guard.stop_if_asked()

@@ -187,11 +187,12 @@ def test_the_rank_that_reports_a_hang_says_so_in_the_status(rank: int, tmp_path:
     writer.open()
     folder.attempt = writer.attempt
     plan, state = SimpleNamespace(world=SimpleNamespace(rank=rank)), TrainState(step=7)
-    pages = SimpleNamespace(finish=lambda patience_s: None)
-    run: Any = SimpleNamespace(
-        plan=plan, is_writer=rank == 0, folder=folder, state=state, pages=pages
-    )
+    run: Any = SimpleNamespace(plan=plan, is_writer=rank == 0, folder=folder, state=state)
+    run.pages = SimpleNamespace(finish=lambda patience_s: None)
+    told: list[tuple[Any, ...]] = []
+    run.notifier = SimpleNamespace(tell=lambda *words: told.append(words), close=lambda: None)
     hangs(run, {"message": "hang: rank 0"})
+    assert told == [("hang", 78, "hang: rank 0")]
     status = folder.read_status() or {}
     assert (status["outcome"], status["code"], status["step"]) == ("failed", 78, 7)
     assert status["message"] == "hang: rank 0"

@@ -182,11 +182,56 @@ def test_late_evaluation_completes_its_metrics_line(tmp_path):
     assert killed.metrics.repeated == 30
 
 
-def test_a_held_out_loss_from_before_training_is_called_that(tmp_path):
-    before = {"attempt": 1, "step": 0, "eval_loss": 6.3}
-    assert "before training" in page_of(read(write_run(tmp_path / "a", [before, line_at(1)])))
-    later = line_at(2, eval_loss=4.0)
-    assert "before training" not in page_of(read(write_run(tmp_path / "b", [before, later])))
+def test_the_best_loss_is_that_of_weights_that_exist(tmp_path):
+    before = {"attempt": 1, "step": 0, "eval_loss": 1.1641}
+    pages = [page_of(read(write_run(tmp_path / "a", [before, line_at(1)])))]
+    losses = {10: 1.16, 20: 1.18, 30: 1.19}
+    lines = [before, *(line_at(step, eval_loss=loss) for step, loss in losses.items())]
+    exported = read(write_run(tmp_path / "b", lines))
+    assert (exported.best(), exported.has_improved()) == ((30, 1.19), False)
+    for step in (20, 30):
+        (tmp_path / f"b/checkpoints/step-{step:08d}").mkdir(parents=True)
+    assert (best := read(tmp_path / "b").best()) == (20, 1.18)
+    (tmp_path / "b/checkpoints/step-00000010").mkdir()
+    assert read(tmp_path / "b").best() == (10, 1.16)
+    assert read(tmp_path / "b").has_improved()
+    assert exported.lowest() == (10, 1.16)
+    now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
+    running = read(write_run(tmp_path / "c", [*lines, line_at(40, eval_loss=1.1)], time=now))
+    running.status["outcome"], running.saved = "running", [10]
+    assert running.best() == (40, 1.1), "whose weights are in training"
+    untrained = read(write_run(tmp_path / "d", [before]))
+    assert (untrained.best(), untrained.lowest()) == (None, None)
+    pages += [page_of(untrained), page_of(exported)]
+    assert ["before training; none since" in page for page in pages] == [True, True, False]
+    page = compare_page_of([untrained, exported], "two")
+    assert "<td>1.1641<td>0, before training" in page
+    assert page.count("did not improve (1.1641 before training)") == 2  # headline and table
+    assert re.findall(r"<b>(.)</b> has the lowest held-out loss, (.*?),", page) == [
+        ("b", "1.1900 at step 30")
+    ]
+    assert best[0] in (20, 30)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_layers_have_whole_numbers(tmp_path, layers):
+    probe = {f"attention_entropy/{layer}": 1.0 for layer in range(layers)}
+    page = page_of(read(write_run(tmp_path / "run", [line_at(10, **probe)])))
+    (chart,) = re.findall("<figure[^>]*id=chart-attention-entropy .*?</figure>", page, re.S)
+    (axis,) = re.findall("<div class='x '>(.*?)</div>", chart)
+    ticks = re.findall('%"[^>]*>([^<]*)<', axis)
+    assert ticks == [str(layer) for layer in range(layers)]
+
+
+def test_a_sample_shows_the_answer_and_the_end_of_a_prompt(tmp_path):
+    prompt = "\n".join(f"line {n} of the prompt" for n in range(99))
+    samples = [{"kind": "sample", "step": 1, "prompt": p, "text": "42"} for p in ("Hi", prompt)]
+    page = page_of(read(write_run(tmp_path / "run", events=samples)))
+    short, long = re.findall(r"<pre class=sample>(.*?)</pre>(<details>.*?</details>)?", page, re.S)
+    assert short == ("<span>Hi</span>42", "")
+    assert long[0].endswith("line 98 of the prompt</span>42")
+    assert long[0].count("\n") == 3
+    assert "line 0 of the prompt" in long[1]
 
 
 def test_report_places_events_on_the_axis(tmp_path):
@@ -275,7 +320,8 @@ def test_training_length_is_marked_if_longer_are_evaluated(tmp_path):
     record = plan()
     record["run"]["eval"] = {"seq_len": 256}
     page = page_of(read(write_run(tmp_path / "run", lines, the_plan=record)))
-    assert "part of a window of 256 tokens" in page
+    (curve,) = values_of(page)["loss-by-position"]["curves"]
+    assert curve["x"] == {"position in a window of 256 tokens": [64, 128, 192, 256]}
     assert "<title>length of the training samples</title>" in page
     assert "It falls to the right" in page
     record["run"]["train"]["carry_state"] = True

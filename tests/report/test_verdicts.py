@@ -17,19 +17,10 @@ from harness.report.verdicts import advice, command, ending, verdicts
 from tests.report.runs import line_at, plan, write_run
 from tests.tables import beside
 
+TABLES = beside(__file__, "verdicts.toml")
 
-@pytest.mark.parametrize(
-    ("status", "events", "text", "part"),
-    [
-        ({"outcome": "stopped", "code": 75, "message": "Ctrl-C"}, [], "Ctrl-C", "run.dir="),
-        ({"outcome": "diverged", "code": 76}, [{"kind": "saved", "step": 60}], "", "@60"),
-        ({"outcome": "diverged", "code": 76}, [], "", "optim.lr=0.00015"),
-        ({"outcome": "failed", "code": 74, "message": "disk full"}, [], "disk full", "run.dir="),
-        ({"outcome": "failed", "code": 78, "message": "rank 3"}, [], "rank 3", "heartbeats"),
-        ({"outcome": "failed", "code": 1, "message": "KeyError"}, [], "KeyError", "run.dir="),
-        ({"outcome": "done", "code": 0}, [], "Done", "export_hf.py"),
-    ],
-)
+
+@pytest.mark.parametrize(("status", "events", "text", "part"), TABLES["endings"])
 def test_every_end_says_how_and_what_to_do(tmp_path, status, events, text, part):
     run = read(write_run(tmp_path / "run", events=events, **status))
     assert text in ending(run).text
@@ -111,46 +102,31 @@ def evaluated(*losses: float) -> dict[int, dict[str, float]]:
 
 
 def memory(*measured: int) -> dict[str, Any]:
-    rows = [{"point": "peak", "predicted": 100, "measured": size} for size in measured]
+    rows = [
+        {"point": "peak", "predicted": 100 * 2**30, "measured": size * 2**30} for size in measured
+    ]
     return {"kind": "memory", "rows": rows}
 
 
-_ENTROPY = "attention_entropy/0"
-_OFF = memory(125) | {"rows": [*memory(125)["rows"], {**memory(95)["rows"][0], "point": "built"}]}
-BASELINES = {"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("changes", "event", "kind", "text"),
-    [
-        (late("loss", 2.0, 2.1), {}, "warning", "Training loss rises: 2.000 to 2.100"),
-        (late("loss", 2.0, 2.03), {}, "good", "Training loss is level"),
-        (late("loss", 2.0, 1.9), {}, "good", "Training loss falls"),
-        (late("grad_norm", 1.0, 3.1, 50), {}, "warning", "Gradient norm grows"),
-        (late("grad_norm", 1.0, 2.9, 50), {}, "good", "Gradient norm is stable"),
-        (late("step_time_s", 1.0, 2.1), {}, "warning", "Speed is uneven"),
-        (late("step_time_s", 1.0, 1.9), {}, "good", "Speed is steady"),
-        (evaluated(5.0, 3.0, 3.02), {}, "good", "Held-out loss is at its best"),
-        (evaluated(5.0, 3.0, 3.04), {}, "warning", "Held-out loss was best at step 100 (3.000)"),
-        (evaluated(5.5), BASELINES, "warning", "Held-out loss 5.50 is above"),
-        (evaluated(4.5), BASELINES, "good", "Held-out loss 4.50 is between"),
-        (evaluated(3.9), BASELINES, "good", "Held-out loss 3.90 is below"),
-        ({}, memory(92), "good", "Memory is as predicted: predicted +8.7%"),
-        ({}, memory(90), "warning", "Memory is not as predicted: predicted +11.1%"),
-        ({}, memory(108), "good", "Memory is as predicted: predicted -7.4%"),
-        ({}, memory(100, 115, 90), "warning", "Memory is not as predicted: predicted -13.0%"),
-        ({}, _OFF, "warning", "Memory is not as predicted: predicted -20.0% (peak)"),
-        ({}, {"kind": "spike"}, "warning", "1 spike:"),
-        ({}, {"kind": "rollback"}, "bad", "1 rollback:"),
-        ({}, {"kind": "replicas_differ"}, "bad", "Ranks hold different copies"),
-        (late(_ENTROPY, 2.0, 0.19, 1), {}, "warning", "Attention has collapsed in layers 0."),
-        (late(_ENTROPY, 2.0, 0.21, 1), {}, "good", "Attention entropy is moderate"),
-    ],
-)
-def test_verdicts_follow_their_thresholds(tmp_path, changes, event, kind, text):
+@pytest.mark.parametrize("case", TABLES["verdicts"])
+def test_verdicts_follow_their_thresholds(tmp_path, case):
+    changes = late(*case["late"]) if "late" in case else evaluated(*case.get("losses", ()))
     lines = [line_at(step) | changes.get(step, {}) for step in range(1, 201)]
-    judged = verdicts(read(write_run(tmp_path / "run", lines, [event] if event else [])))
-    assert [v.kind for v in judged if v.text.startswith(text)] == [kind]
+    events = [case["event"]] if "event" in case else []
+    if "peaks" in case:
+        events = [memory(*case["peaks"])]
+        events[0]["rows"] += [
+            row | {"point": "built"} for row in memory(case.get("built", 100))["rows"]
+        ]
+    judged = verdicts(read(write_run(tmp_path / "run", lines, events)))
+    assert [v.kind for v in judged if v.text.startswith(case["text"])] == [case["kind"]]
+
+
+def test_the_memory_of_a_small_model_has_no_verdict(tmp_path):
+    for size, count in ((2**30, 1), (2**30 - 1, 0)):
+        event = {"kind": "memory", "rows": [{"point": "peak", "predicted": 9, "measured": size}]}
+        judged = verdicts(read(write_run(tmp_path / str(size), events=[event])))
+        assert sum(v.text.startswith("Memory") for v in judged) == count
 
 
 @pytest.mark.parametrize(
@@ -208,19 +184,7 @@ def learning(first: float, last: float) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("first", "last", "steps", "events", "verdict", "what", "changed"),
-    [
-        (6.206, 6.202, 200, [], "is too low", "at a higher rate", "optim.lr=0.0009"),
-        (2.0, 2.5, 200, [], "is too high", "at a lower rate", "optim.lr=0.0001"),
-        (
-            *(6.2, 6.2, 3, []),
-            *("its steps are too few", "longer: 3 steps were too few", "train.steps=100"),
-        ),
-        (
-            *(9.0, 6.0, 150, [{"kind": "baselines", "unigram_nats": 5.5, "bigram_nats": 4.0}]),
-            *("above a bigram model's 4.00", "a unigram model is better", "train.steps=600"),
-        ),
-    ],
+    ("first", "last", "steps", "events", "verdict", "what", "changed"), TABLES["too_little"]
 )
 def test_a_model_that_learned_too_little_is_not_to_be_tried(
     first, last, steps, events, verdict, what, changed, tmp_path

@@ -75,9 +75,10 @@ def test_time_limit_reserves_pending_steps_and_saves(
         is_writer=True,
         pulse=SimpleNamespace(longest_s={"step": 20.0, "save": 3.0}.get),
         plan=SimpleNamespace(config=SimpleNamespace(save=SimpleNamespace(every=8))),
+        is_over_budget=False,
         state=TrainState(step=step),
         guard=SimpleNamespace(
-            delay=delay, request=SimpleNamespace(ask=asked.append), agree=lambda _: [*asked]
+            delay=delay, request=SimpleNamespace(ask=asked.append), agree=lambda *_: [*asked]
         ),
         saver=SimpleNamespace(written=False, is_busy=is_busy, longest_s=longest_s),
     )

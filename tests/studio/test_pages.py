@@ -193,7 +193,7 @@ def _of_letters(model: bytes) -> bytes:
     return proto.SerializeToString()
 
 
-FAILED = RunRecord(Path("first"), status={"outcome": "failed"})
+FAILED = RunRecord(Path("first"), "first", status={"outcome": "failed"})
 
 
 # Cached results of a page that a change of the function below would not reach.

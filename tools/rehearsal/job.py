@@ -114,7 +114,7 @@ _REPLACED = (
     *("ramp", "profile", "optim.groups", "optim.warmup_ratio"),
     *("eval.patience", "eval.better_by"),
     *("eval.seq_len", "eval.needle_lengths", "data.date"),
-    *("log.tensorboard", "log.wandb", "log.mlflow"),
+    *("log.tensorboard", "log.wandb", "log.mlflow", "run.notify", "guard.budget_gpu_hours"),
 )
 
 

@@ -104,7 +104,7 @@ def _read(path: Path, root: Path, _stamps: object) -> RunRecord:
     leaving = [name for name in _RECORDS if not (path / name).resolve().is_relative_to(root)]
     if leaving:
         why = "is a link that leads out of the folder of runs"
-        return RunRecord(path, problems=[f"{name} {why}" for name in leaving])
+        return RunRecord(path, path.name, problems=[f"{name} {why}" for name in leaving])
     run = read(path)
     run.problems = [problem.replace(f"{root}/", "") for problem in run.problems]
     return run
