@@ -56,8 +56,7 @@ def run_of(folder: Path, attempt: int, code: int | None, hung: int | None = None
 
 
 @pytest.mark.parametrize(
-    ("code", "warned", "recorded", "hung", "expected"),
-    beside(__file__, "batch_job.toml")["codes"],
+    ("code", "warned", "recorded", "hung", "expected"), beside(__file__, "batch_job.toml")["codes"]
 )
 def test_the_code_that_says_most_is_the_jobs(
     tmp_path: Path, code: int, warned: bool, recorded: int | None, hung: int | None, expected: int

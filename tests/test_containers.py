@@ -19,14 +19,7 @@ import yaml  # type: ignore[import-untyped]
 
 from harness.launch.ranks import free_port
 from harness.runfolder import RunFolder
-from tests.real_runs import (
-    REPOSITORY,
-    SHORT_RUN,
-    SMALL_MODEL,
-    environment,
-    wait_for,
-    write_corpus,
-)
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, environment, wait_for, write_corpus
 from tests.run_tools import run_tool
 from tools.batch_job import FINAL
 from tools.cluster.job import filled_in

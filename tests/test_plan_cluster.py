@@ -65,9 +65,7 @@ def planned() -> dict[str, Any]:
     return answer(*JOB, "--price", 2)
 
 
-def test_planner_json_rows_are_complete_and_sorted(
-    planned: dict[str, Any],
-) -> None:
+def test_planner_json_rows_are_complete_and_sorted(planned: dict[str, Any]) -> None:
     rows = planned["layouts"]
     fit = [row for row in rows if row["fits"]]
     assert rows[: len(fit)] == fit
@@ -505,11 +503,7 @@ WEIGHTS, FROM_THEM = "meta-llama/Meta-Llama-3-8B", "From the published ones: --i
     ],
 )
 def test_the_job_starts_from_the_weights_that_it_names(
-    words: tuple[object, ...],
-    model: dict[str, Any],
-    rate: float | None,
-    said: str,
-    tmp_path: Path,
+    words: tuple[object, ...], model: dict[str, Any], rate: float | None, said: str, tmp_path: Path
 ) -> None:
     sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))

@@ -11,14 +11,7 @@ import pytest
 
 from harness.runfolder import RunFolder
 from tests.private_slurm import Job, PrivateSlurm
-from tests.real_runs import (
-    REPOSITORY,
-    events,
-    run_ranks,
-    train_command,
-    wait_for,
-    write_corpus,
-)
+from tests.real_runs import REPOSITORY, events, run_ranks, train_command, wait_for, write_corpus
 from tests.sweeps import launched
 from tests.sweeps.launched import write_sweep
 from tests.tiers import rest_in_gate

@@ -48,11 +48,7 @@ STEPS = tuple(
         ),
         ("joining", "do ranks find each other under every launcher?", "machine:join_ranks"),
         ("parity", "does every layout train like a plain loop?", "parity:look"),
-        (
-            "attention",
-            "do all implementations give the same loss and gradient?",
-            "attention:look",
-        ),
+        ("attention", "do all implementations give the same loss and gradient?", "attention:look"),
         ("waits", "does the host wait for the device only where necessary?", "measured:wait"),
         ("saving", "is nothing lost in saves, resumes and new layouts?", "runs:save"),
         ("faults", "do all ranks end with the right exit code?", "runs:fail"),

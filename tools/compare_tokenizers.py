@@ -185,10 +185,7 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         ]
         row = "  ".join(f"{cell:>{size}}" for cell, size in zip(cells, sizes, strict=True))
         lines.append(f"{measurement.name:<{width}}  {row}")
-    lines += [
-        "",
-        f"{'bytes/token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured)),
-    ]
+    lines += ["", f"{'bytes/token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured))]
     for measurement in measured:
         cells = (f"{measurement.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
         lines.append(f"{measurement.name:<{width}}  " + "  ".join(cells))

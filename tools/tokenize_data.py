@@ -42,8 +42,7 @@ def main(argv: list[str]) -> int:
         return int(error.code)
     except (OSError, WorkerFailed) as error:
         say(
-            f"cannot tokenise: {error}\nfinished work is kept: the same command resumes",
-            sys.stderr,
+            f"cannot tokenise: {error}\nfinished work is kept: the same command resumes", sys.stderr
         )
         return int(ExitCode.CANNOT_SAVE) if is_full_disk(error) else 1
 

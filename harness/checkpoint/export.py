@@ -124,9 +124,7 @@ def write_model(
     """
     layout = HubLayout(model, piece_bytes=shard_bytes // 8)
     split = split_torch_state_dict_into_shards(
-        layout.tensors,
-        filename_pattern="model{suffix}.safetensors",
-        max_shard_size=shard_bytes,
+        layout.tensors, filename_pattern="model{suffix}.safetensors", max_shard_size=shard_bytes
     )
     total, free = sum(t.nbytes for t in layout.tensors.values()), shutil.disk_usage(folder).free
     if total > free:

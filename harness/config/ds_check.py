@@ -129,11 +129,7 @@ def _check_section(
 
 
 def _reject_unknown(
-    ds: DsJson,
-    key: str,
-    siblings: Mapping[str, Any],
-    problems: Problems,
-    unlike_any: list[str],
+    ds: DsJson, key: str, siblings: Mapping[str, Any], problems: Problems, unlike_any: list[str]
 ) -> None:
     origin, hint = ds.origin(key), advice(key)
     prefix, _, name = key.rpartition(".")

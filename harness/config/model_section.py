@@ -2,10 +2,7 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    Field,
-    PlainValidator,
-)
+from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from harness.config.sections import (

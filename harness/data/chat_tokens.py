@@ -12,12 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from harness.data.rendering import (
-    Arguments,
-    ChatTemplate,
-    is_written_as_python,
-    with_arguments,
-)
+from harness.data.rendering import Arguments, ChatTemplate, is_written_as_python, with_arguments
 from harness.data.tokenizer import encode_with_offsets, with_full_spans
 from harness.data.turn_places import WITHOUT_END, NotFound, Place, TurnFinder
 from harness.errors import ConfigError

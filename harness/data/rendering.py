@@ -259,12 +259,7 @@ class ChatTemplate:
         return self._render(messages, chat, marks=True)
 
     def _render(
-        self,
-        messages: Sequence[Message],
-        chat: Chat,
-        *,
-        prompt: bool = False,
-        marks: bool = False,
+        self, messages: Sequence[Message], chat: Chat, *, prompt: bool = False, marks: bool = False
     ) -> tuple[str, Spans]:
         try:
             compiled = self._compile(self.source(chat))

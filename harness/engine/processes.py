@@ -19,14 +19,7 @@ import torch
 from torch.distributed import distributed_c10d
 
 from harness.checkpoint import collectives
-from harness.errors import (
-    CannotSave,
-    ConfigError,
-    ExitCode,
-    JoinRefused,
-    RunStopped,
-    is_full_disk,
-)
+from harness.errors import CannotSave, ConfigError, ExitCode, JoinRefused, RunStopped, is_full_disk
 from harness.guard.failure_broadcast import Failure, FailureBroadcast, exit_now
 from harness.layout.world import COUNTS_A_NODE, SHARES_GPU, World, is_free, slurm_port
 from harness.plan.machine import ninja_folder

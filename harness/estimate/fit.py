@@ -202,10 +202,7 @@ _CHANGES_SHOWN = 4
 
 
 def shortages(
-    estimate: Estimate,
-    free_gpu: int | None,
-    free_host: int | None,
-    ways: Ways = Ways(),
+    estimate: Estimate, free_gpu: int | None, free_host: int | None, ways: Ways = Ways()
 ) -> list[str]:
     """Return the memory that this machine lacks, with changes that would help.
 
@@ -269,12 +266,7 @@ def changes_that_help(estimate: Estimate, room_bytes: int | None, ways: Ways) ->
 
 
 def _short(
-    kind: str,
-    needed: int,
-    free: int | None,
-    estimate: Estimate,
-    ranks_sharing: int,
-    ways: Ways,
+    kind: str, needed: int, free: int | None, estimate: Estimate, ranks_sharing: int, ways: Ways
 ) -> list[str]:
     """Return a shortage, if any. `ranks_sharing`: number of ranks that keep their tensors in this
     memory; 0 if it only holds what is offloaded.

@@ -72,11 +72,7 @@ Report = dict[str, Any]
 
 
 def hang_report(
-    before: list[Report],
-    after: list[Report],
-    why: str,
-    rank: int,
-    place: Callable[[int], str],
+    before: list[Report], after: list[Report], why: str, rank: int, place: Callable[[int], str]
 ) -> Report:
     """Return a report on the ranks that hold up the others, from two readings of all heartbeats.
 

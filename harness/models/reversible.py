@@ -34,11 +34,7 @@ _ATTENTION = (
     ("self_attn", "attention", "attn"),
     ("resid_attn_dropout", "post_attention_dropout"),
 )
-_MLP = (
-    ("post_attention_layernorm", "ln_2"),
-    ("mlp",),
-    ("resid_mlp_dropout", "post_mlp_dropout"),
-)
+_MLP = (("post_attention_layernorm", "ln_2"), ("mlp",), ("resid_mlp_dropout", "post_mlp_dropout"))
 """Module names, in different families, of a layer's two halves: a norm, its reader, and the dropout
 of the output, if any."""
 

@@ -94,10 +94,7 @@ def skeleton(
     """
     with no_init_weights(), init_empty_weights(include_buffers=False), _LargeOnMeta():
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
-            config,
-            dtype=dtype,
-            attn_implementation=attention,
-            trust_remote_code=trust_remote_code,
+            config, dtype=dtype, attn_implementation=attention, trust_remote_code=trust_remote_code
         )
     model.tie_weights()  # init_empty_weights creates a new Parameter at each registration
     return model

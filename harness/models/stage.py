@@ -200,9 +200,7 @@ def counted_tokens(positions: torch.Tensor | None, gets_padding: bool) -> torch.
 
 @contextlib.contextmanager
 def balancing_of(
-    model: PreTrainedModel,
-    counted: torch.Tensor | None,
-    change: Callable[[Any], Any] | None = None,
+    model: PreTrainedModel, counted: torch.Tensor | None, change: Callable[[Any], Any] | None = None
 ) -> Iterator[None]:
     """Within this context, a mixture's load balancing loss covers only the tokens in `counted`, a
     mask of any shape (None: all). `change` maps the model's own router logits, a (tokens, experts)

@@ -122,11 +122,7 @@ class _CrossEntropy(Function):
 
     @staticmethod
     def forward(
-        context: Any,
-        logits: torch.Tensor,
-        labels: torch.Tensor,
-        part: Vocabulary,
-        smoothing: float,
+        context: Any, logits: torch.Tensor, labels: torch.Tensor, part: Vocabulary, smoothing: float
     ) -> torch.Tensor:
         """Return the summed loss; logits (tokens, this rank's shard) fp32. Collective."""
         largest = logits.max(-1).values

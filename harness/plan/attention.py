@@ -9,12 +9,7 @@ from typing import Any
 
 from harness.config.assignments import CHOSEN, KEPT
 from harness.estimate.hardware import Precision, known_gpu
-from harness.layout.attention_table import (
-    ATTENTIONS,
-    IGNORING_DOCUMENTS,
-    SIZES,
-    WITHOUT_ATTENTION,
-)
+from harness.layout.attention_table import ATTENTIONS, IGNORING_DOCUMENTS, SIZES, WITHOUT_ATTENTION
 from harness.layout.families import family_of
 from harness.layout.shape import Shape
 from harness.layout.tensor import without_sdpa

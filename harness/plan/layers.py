@@ -42,10 +42,7 @@ def check_recompute(draft: Draft) -> None:
     ):
         why = f"the MLPs of {shape.model_type} models are not separate modules"
         problems.add(_TILES, why, "use 1")
-    for key, is_on in (
-        (_OFFLOAD, model.activation_offload),
-        (_TILES, model.mlp_tiles > 1),
-    ):
+    for key, is_on in ((_OFFLOAD, model.activation_offload), (_TILES, model.mlp_tiles > 1)):
         if model.compile and is_on:
             why = "it has no effect in compiled layers (model.compile)"
             problems.add(key, why, "remove one of them")

@@ -85,8 +85,7 @@ def published_weights(model: str) -> str | None:
 
 
 def load_model_config(
-    run_config: RunConfig,
-    note: Callable[[str, str], None] = lambda kind, message: None,
+    run_config: RunConfig, note: Callable[[str, str], None] = lambda kind, message: None
 ) -> tuple[dict[str, Any], str]:
     """Return the config of `model.name`, with overrides and dropout applied, and its source.
     `note`: as in `overridden`.

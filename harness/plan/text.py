@@ -10,13 +10,7 @@ from harness.layout.attention_table import WITHOUT_ATTENTION
 from harness.layout.optimizer_table import is_frozen
 from harness.layout.shape import Shape, num_parameters, parameters_by_kind
 from harness.layout.stages import bubble, layers_per_stage
-from harness.plan.batches import (
-    length_events,
-    length_text,
-    open_keys,
-    repetition_events,
-    steps_of,
-)
+from harness.plan.batches import length_events, length_text, open_keys, repetition_events, steps_of
 from harness.plan.duration import step_time, time_line
 from harness.plan.fine_tuning import is_pretrained
 from harness.plan.make import takes

@@ -48,12 +48,7 @@ from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
 from harness.run.profiling import Profiler
 from harness.run.progress import Progress
-from harness.run.resumption import (
-    ResumePoint,
-    choose_again,
-    find_resume_point,
-    own_checkpoints,
-)
+from harness.run.resumption import ResumePoint, choose_again, find_resume_point, own_checkpoints
 from harness.run.run import Run
 from harness.run.saving import check_probe, load_into
 from harness.run.step import end_with_the_data
@@ -64,10 +59,7 @@ from harness.steps import Steps
 
 
 def start_run(
-    run: Run,
-    record: dict[str, Any],
-    events: list[dict[str, Any]],
-    resume_point: ResumePoint,
+    run: Run, record: dict[str, Any], events: list[dict[str, Any]], resume_point: ResumePoint
 ) -> None:
     """Record the run and load its checkpoint, if any. Collective."""
     if run.is_writer:
@@ -241,11 +233,7 @@ def _instruments(plan: Plan, engine: Engine, data: Data) -> tuple[Instrument, ..
 
 
 def _joined(
-    plan: Plan,
-    trust_remote_code: bool,
-    data: Data | None,
-    request: StopRequest,
-    progress: Progress,
+    plan: Plan, trust_remote_code: bool, data: Data | None, request: StopRequest, progress: Progress
 ) -> tuple[Data, torch.device, StopGuard]:
     """Read the data, then join the other ranks. Raises RunStopped if any was asked to stop."""
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)

@@ -9,11 +9,7 @@ import torch
 from harness.engine.api import StepResult
 from harness.estimate.fit import changes_that_help, memory_line
 from harness.plan.make import takes
-from harness.run.evaluation import (
-    evaluate_by_position,
-    evaluate_needles,
-    evaluate_sets,
-)
+from harness.run.evaluation import evaluate_by_position, evaluate_needles, evaluate_sets
 from harness.run.meter import monitor_events
 from harness.run.run import Run, is_due
 from harness.run.step import look_for_spike

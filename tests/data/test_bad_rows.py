@@ -60,7 +60,7 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
         (event,) = (event for event in data.events() if event["kind"] == "bad_rows")
         assert (event["skipped"], event["rows"]) == (5, 40)
         assert [(kind["rows"], kind["first"]) for kind in event["kinds"]] == [
-            *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40")),
+            *((1, f"{path}:4"), (2, f"{path}:8"), (1, f"{path}:12"), (1, f"{path}:40"))
         ]
     assert "bad rows among the first, to be left out: 5 of 40" in (
         glance(DataConfig(path=str(path), **SKIPS)).text

@@ -302,9 +302,7 @@ class SlowTokenizer(PreTrainedTokenizerFast):
     is_fast = property(lambda self: False)  # type: ignore[assignment]
 
 
-def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(
-    write_jsonl: Written,
-) -> None:
+def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(write_jsonl: Written) -> None:
     fast = tokenizer_of("bytes")
     tokenizer = SlowTokenizer(
         tokenizer_object=fast.backend_tokenizer, bos_token="<s>", eos_token="</s>"

@@ -134,7 +134,7 @@ CONVERSATIONS: dict[str, Turns] = {
         *(user("bora"), called("coda", 2), result("snow", 2), said("dirge")),
     ],
     "text beside a call": [
-        *(user("aria"), called("alto", 1, "I look."), result("rain", 1), said("bach")),
+        *(user("aria"), called("alto", 1, "I look."), result("rain", 1), said("bach"))
     ],
     "thoughts and tools": [
         *(user("aria"), called("alto", 1, reasoning_content="I muse upon it."), result("rain", 1)),

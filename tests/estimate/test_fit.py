@@ -30,11 +30,7 @@ def estimate(ds: dict[str, Any], accelerator: str = "cuda", **run: dict[str, Any
     return plan(ds, accelerator, **run).estimate
 
 
-LLAMA = {
-    "model": {"name": "llama-1b"},
-    "data": {"seq_len": 1024},
-    "train": {"micro_batch": 8},
-}
+LLAMA = {"model": {"name": "llama-1b"}, "data": {"seq_len": 1024}, "train": {"micro_batch": 8}}
 STAGE_1: dict[str, Any] = {"bf16": {"enabled": True}, "zero_optimization": {"stage": 1}}
 OFFLOADED = {"bf16": {"enabled": True}}
 OFFLOADED |= {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}

@@ -342,10 +342,7 @@ PARITY = {
 }
 # fmt: on
 
-BRIEF = (
-    "gradients x1.00001",
-    "a part of the vocabulary off by one",
-)
+BRIEF = ("gradients x1.00001", "a part of the vocabulary off by one")
 """Planted on every change."""
 
 # Checkpoints.

@@ -133,10 +133,7 @@ ENDS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("then", "numbers", "code"),
-    rest_in_gate("faults", ENDS, 3),
-)
+@pytest.mark.parametrize(("then", "numbers", "code"), rest_in_gate("faults", ENDS, 3))
 def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
     then: str, numbers: list[signal.Signals], code: int
 ) -> None:

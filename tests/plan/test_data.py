@@ -9,11 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.checkpoint.compatibility import (
-    FREE_SECTIONS,
-    recorded_run,
-    resume_problems,
-)
+from harness.checkpoint.compatibility import FREE_SECTIONS, recorded_run, resume_problems
 from harness.config.run_config import RunConfig
 from harness.config.run_file import load_run_config
 from harness.data.build import build_data

@@ -340,7 +340,7 @@ def test_a_cluster_has_all_its_problems_in_one_report() -> None:
     with pytest.raises(ConfigError) as caught:
         _elsewhere(["--dry-run", "--gpus", "8", "--gpu", "h9000", "model.name=llama-1c"])
     assert [problem.partition(" is")[0][:25] for problem in caught.value.problems] == [
-        *("--gpu: unknown GPU 'h9000'"[:25], "model.name"),
+        *("--gpu: unknown GPU 'h9000'"[:25], "model.name")
     ]
     with pytest.raises(ConfigError, match="--gpus 12 is not a multiple of 8 GPUs per node"):
         cluster(12, None, "h100-80")

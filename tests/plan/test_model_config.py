@@ -11,11 +11,7 @@ from harness.config.run_file import load_run_config
 from harness.errors import ConfigError
 from harness.files import hub
 from harness.plan import model_config
-from harness.plan.model_config import (
-    find_model_config,
-    load_model_config,
-    preset_names,
-)
+from harness.plan.model_config import find_model_config, load_model_config, preset_names
 from tests.engine.small import MODEL
 
 Config = dict[str, Any]

@@ -10,12 +10,7 @@ import pytest
 from harness.launch.fork_server import Zygote
 from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
-from tests.real_runs import (
-    REPOSITORY,
-    SHORT_RUN,
-    SMALL_MODEL,
-    events,
-)
+from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import Runs, in_gate
 from tests.run.test_features import lines_of
 

@@ -77,9 +77,7 @@ def cells(verb: str) -> list[Any]:
     """Return the features to which a verb applies, each with its layout; most are in the gate."""
     return [
         pytest.param(
-            *(name, layout),
-            marks=() if is_now else pytest.mark.gate("runs"),
-            id=f"{name}-{layout}",
+            *(name, layout), marks=() if is_now else pytest.mark.gate("runs"), id=f"{name}-{layout}"
         )
         for name, feature in FEATURES.items()
         for layout, is_now in feature.cells(verb)

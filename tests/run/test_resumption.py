@@ -192,15 +192,10 @@ def test_only_what_a_checkpoint_lacks_makes_it_unusable(
 
 
 @pytest.mark.parametrize(
-    ("line", "about", "steps_before", "said"),
-    beside(__file__, "resumption.toml")["rows"],
+    ("line", "about", "steps_before", "said"), beside(__file__, "resumption.toml")["rows"]
 )
 def test_a_resume_says_what_of_its_length_and_ranks_differs(
-    line: str,
-    about: dict[str, Any],
-    steps_before: int | None,
-    said: str,
-    tmp_path: Path,
+    line: str, about: dict[str, Any], steps_before: int | None, said: str, tmp_path: Path
 ) -> None:
     found = Checkpoint(tmp_path / "step-00000013", replace(manifest(13), about=about))
     point = ResumePoint(found, "resumed", steps_before=steps_before)

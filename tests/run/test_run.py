@@ -35,12 +35,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.run import build, ending, evaluation, saving
 from harness.run.data_decisions import _require_same_data, require_same_settings
 from harness.run.evaluation import summed
-from harness.run.resumption import (
-    ResumePoint,
-    choose_again,
-    find_resume_point,
-    own_checkpoints,
-)
+from harness.run.resumption import ResumePoint, choose_again, find_resume_point, own_checkpoints
 from harness.run.run import Run
 from harness.run.saving import finish_save
 from harness.run.step import end_with_the_data, roll_back, take_step
@@ -88,9 +83,7 @@ def test_time_limit_reserves_pending_steps_and_saves(
         assert Run.stop_asked(run) == answer
 
 
-def test_foreground_save_timeout_equals_background_save(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_foreground_save_timeout_equals_background_save(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training waits a second for the copies, and none for the files, which take 100 s."""
     now = [0.0]
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
@@ -257,9 +250,7 @@ def test_resumed_run_with_skipped_samples_keeps_its_mixture(
 
 
 @ranks(2)
-def test_checkpoint_published_before_the_lock_is_resumed(
-    tmp_path: Path,
-) -> None:
+def test_checkpoint_published_before_the_lock_is_resumed(tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     saver = Saver(Store(run.checkpoints_dir), dist.get_rank(), Retention(1))
 

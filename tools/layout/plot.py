@@ -57,7 +57,7 @@ def pipeline_drawn(plan: Plan) -> Figure:
     axis.set_xlabel("share of the step")
     axis.set_title(
         f"{stages} stages, {batches} micro-batches: {waiting(bars):.1%} of the step waiting "
-        f"({bubble(stages, batches):.1%} with equally fast stages)",
+        f"({bubble(stages, batches):.1%} with equally fast stages)"
     )
     axis.legend(loc="center left", bbox_to_anchor=(1.01, 0.5), frameon=False)
     return figure

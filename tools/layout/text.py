@@ -14,12 +14,7 @@ from tools.layout.schedules import plan_spans, stage_work, waiting
 
 _MOST_COLUMNS = 16  # data ranks that are printed
 _MOST_TICKS = 21
-_WHOLE = (
-    "weights, gradients and optimizer states",
-    "weights and gradients",
-    "weights",
-    "",
-)
+_WHOLE = ("weights, gradients and optimizer states", "weights and gradients", "weights", "")
 _CUT = ("", "optimizer states", "gradients and optimizer states", _WHOLE[0])
 
 

@@ -66,10 +66,7 @@ class Machine:
 
 
 def machine_of(
-    gpu: str,
-    gpus_per_node: int,
-    precision: Precision,
-    network_gb_per_s: float | None = None,
+    gpu: str, gpus_per_node: int, precision: Precision, network_gb_per_s: float | None = None
 ) -> Machine:
     """Return a machine with GPUs by name. Raises ValueError for an unknown GPU.
 

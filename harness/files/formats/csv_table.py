@@ -135,9 +135,5 @@ def _count(file: Path, most_bytes: int) -> tuple[int, int]:
 
 
 FORMAT = DataFormat(
-    name="csv",
-    suffixes=frozenset({".csv", ".tsv"}),
-    records=_records,
-    count=_count,
-    note=_note,
+    name="csv", suffixes=frozenset({".csv", ".tsv"}), records=_records, count=_count, note=_note
 )

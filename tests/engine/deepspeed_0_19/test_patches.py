@@ -26,13 +26,7 @@ from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from harness.engine.deepspeed_0_19 import (
-    between_steps,
-    experts,
-    gradients,
-    patches,
-    pipe_module,
-)
+from harness.engine.deepspeed_0_19 import between_steps, experts, gradients, patches, pipe_module
 from harness.engine.deepspeed_0_19.patches import PATCHES
 from harness.errors import ConfigError, RunStopped
 from harness.plan.machine import missing_for_cpu_adam
