@@ -82,6 +82,6 @@ counts=''
 ((node == 0)) && [[ ! $warned ]] || counts=--uncounted
 answer=$(ask verdict "$program" "$code" "$run_dir" "${attempt_before:-0}" ${warned:+--warned} $counts)
 code=$?
-case $code in 0 | 2 | 74 | 76 | 77) exit "$code" ;; esac
+case $code in 0 | 2 | 74 | 76 | 77 | 79) exit "$code" ;; esac
 [[ $answer == requeue ]] || refuse "it ended too often without progress"
 exit "$((code < 128 ? code + ${RETRY_PLUS:-0} : code))"

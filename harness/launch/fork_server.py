@@ -20,7 +20,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -221,7 +221,7 @@ def _rank(rank: int, port: int, job: dict[str, Any], to_answer: int) -> int | No
         importlib.import_module(job["planter"]).plant(job["fault"], rank)
     sys.argv = [job["main"], *job["args"]]  # some tools read it
     if not is_script:
-        command = importlib.import_module(job["main"]).main
+        command: Callable[..., int | None] = importlib.import_module(job["main"]).main
         return command(job["args"]) if inspect.signature(command).parameters else command()
     atexit._clear()  # registered by the imports
     try:
