@@ -19,58 +19,24 @@ from harness.errors import ConfigError, Problems
 from harness.estimate.fit import Ways
 from harness.estimate.hardware import known_gpu
 from harness.layout.world import World
-from harness.plan.attention import decide_attention
-from harness.plan.batches import (
-    check_evaluation,
-    decide_batching,
-    follow_data,
-    mark_padding,
-    note_length,
-    note_unfinished_ramp,
-    open_keys,
-    ramp,
-)
-from harness.plan.data import balance, check_data, check_mix, evaluate_splits
-from harness.plan.duration import check_rates
-from harness.plan.fine_tuning import (
-    default_to_divisible_batch,
-    default_to_fine_tuning,
-    default_to_published_rate,
-    default_to_their_rate,
-    take_export,
-)
-from harness.plan.folder import adopt_monitors, check_run_dir, check_trackers
-from harness.plan.layers import (
-    check_adapters,
-    check_carried,
-    check_float8,
-    check_kernels,
-    check_recompute,
-    check_reversible,
-    check_skipped,
-    note_kernels,
-)
-from harness.plan.machine import check_gpu, check_shared_gpus
-from harness.plan.merge_settings import merge_settings
-from harness.plan.model import check_experts, estimated, find_model
-from harness.plan.optimizer import check_optimizer, note_learning_rate, note_pinned_memory
-from harness.plan.parallelism import (
-    by_memory,
-    check_secondary,
-    check_together,
-    divide_batch,
-    divide_experts,
-    divide_ranks,
-    divide_sequences,
-    divide_tensors,
-    note_nodes,
-    note_pipeline,
-    split_stages,
+from harness.plan import (
+    attention,
+    batches,
+    data,
+    duration,
+    fine_tuning,
+    folder,
+    layers,
+    machine,
+    merge_settings,
+    model,
+    optimizer,
+    parallelism,
+    resolve_auto,
+    settled,
+    speed,
 )
 from harness.plan.plan import Draft, Facts, Plan
-from harness.plan.resolve_auto import decide_precision, fill_in_swap_folder, resolve_auto
-from harness.plan.settled import date_chats, read_settled
-from harness.plan.speed import choices, choose_or_leave_out, take_micro_batch
 
 Pass = Callable[[Draft], None]
 
@@ -95,11 +61,11 @@ def check_profile(draft: Draft) -> None:
 
 JSON_PASSES: tuple[Pass, ...] = (
     check_json_keys,
-    decide_precision,
-    fill_in_swap_folder,
-    check_secondary,
-    check_gpu,
-    check_shared_gpus,
+    resolve_auto.decide_precision,
+    resolve_auto.fill_in_swap_folder,
+    parallelism.check_secondary,
+    machine.check_gpu,
+    machine.check_shared_gpus,
     apply_rules,
 )
 """Passes that need only the JSON and the world. `check_` passes reject settings and `note_` passes
@@ -107,61 +73,61 @@ add events; the others change the run config or, if config/ds_json.py names thei
 """
 FIRST_PASSES: tuple[Pass, ...] = (
     *JSON_PASSES,
-    divide_ranks,
-    evaluate_splits,
-    balance,
-    merge_settings,
-    read_settled,
-    date_chats,
-    take_export,
-    check_data,
-    check_mix,
-    check_run_dir,
+    parallelism.divide_ranks,
+    data.evaluate_splits,
+    data.balance,
+    merge_settings.merge_settings,
+    settled.read_settled,
+    settled.date_chats,
+    fine_tuning.take_export,
+    data.check_data,
+    data.check_mix,
+    folder.check_run_dir,
 )
 """Passes that also read data, run folder and clock. Facts change none of their results."""
 PASSES: tuple[Pass, ...] = (
-    choose_or_leave_out,
-    default_to_fine_tuning,
-    decide_batching,
-    follow_data,
-    default_to_divisible_batch,
-    ramp,
-    take_micro_batch,
-    divide_batch,
+    speed.choose_or_leave_out,
+    fine_tuning.default_to_fine_tuning,
+    batches.decide_batching,
+    batches.follow_data,
+    fine_tuning.default_to_divisible_batch,
+    batches.ramp,
+    speed.take_micro_batch,
+    parallelism.divide_batch,
     check_profile,
-    check_optimizer,
-    find_model,
-    default_to_their_rate,
-    check_evaluation,
-    mark_padding,
-    check_carried,
-    decide_attention,
-    check_experts,
-    check_kernels,
-    check_recompute,
-    check_reversible,
-    check_skipped,
-    split_stages,
-    check_together,
-    divide_tensors,
-    divide_sequences,
-    divide_experts,
-    check_adapters,
-    check_float8,
-    adopt_monitors,
-    check_trackers,
-    check_rates,
+    optimizer.check_optimizer,
+    model.find_model,
+    fine_tuning.default_to_their_rate,
+    batches.check_evaluation,
+    batches.mark_padding,
+    layers.check_carried,
+    attention.decide_attention,
+    model.check_experts,
+    layers.check_kernels,
+    layers.check_recompute,
+    layers.check_reversible,
+    layers.check_skipped,
+    parallelism.split_stages,
+    parallelism.check_together,
+    parallelism.divide_tensors,
+    parallelism.divide_sequences,
+    parallelism.divide_experts,
+    layers.check_adapters,
+    layers.check_float8,
+    folder.adopt_monitors,
+    folder.check_trackers,
+    duration.check_rates,
 )
 LAST_PASSES: tuple[Pass, ...] = (
-    default_to_published_rate,
-    note_pipeline,
-    note_kernels,
-    note_nodes,
-    note_unfinished_ramp,
-    note_length,
-    note_learning_rate,
-    note_pinned_memory,
-    resolve_auto,
+    fine_tuning.default_to_published_rate,
+    parallelism.note_pipeline,
+    layers.note_kernels,
+    parallelism.note_nodes,
+    batches.note_unfinished_ramp,
+    batches.note_length,
+    optimizer.note_learning_rate,
+    optimizer.note_pinned_memory,
+    resolve_auto.resolve_auto,
 )
 """Passes for a draft without problems."""
 
@@ -191,7 +157,7 @@ def with_facts(plan: Plan, facts: Facts) -> Plan:
     assert plan.draft is not None, "made by make_plan"
     rows = plan.model_config.get("vocab_size") or 0
     grows = plan.config.model.init_from is not None and facts.ids > rows
-    if grows or facts.attention or facts.has_documents or open_keys(plan.config):
+    if grows or facts.attention or facts.has_documents or batches.open_keys(plan.config):
         return _completed(plan.draft, plan.asked, facts)
     return replace(plan, facts=facts)
 
@@ -199,7 +165,7 @@ def with_facts(plan: Plan, facts: Facts) -> Plan:
 def _completed(first: Draft, asked: RunConfig, facts: Facts) -> Plan:
     """Return the plan of a draft after its first passes, which is not changed."""
     plan = _with_chosen(first, asked, facts, {}, "")
-    chosen, why = choices(plan, takes(plan))
+    chosen, why = speed.choices(plan, takes(plan))
     return _with_chosen(first, asked, facts, chosen, why) if why else plan
 
 
@@ -239,7 +205,7 @@ def _with_chosen(
         facts=facts,
         draft=first,
     )
-    return estimated(by_memory(plan))
+    return model.estimated(parallelism.by_memory(plan))
 
 
 def refuse(ds: DsJson, world: World, problems: Iterable[str]) -> NoReturn:
