@@ -105,54 +105,17 @@ def read_toml(path: Path, what: str = "run config") -> dict[str, Any]:
     return tree
 
 
-_MOVED = {
-    "ds": ": the DeepSpeed JSON's keys belong in its file, which --deepspeed names, or on "
-    "the command line as ds.KEY=VALUE",
-    "lora": ": write model.lora.rank for lora.rank",
-    "pipeline": ": write layout.verify for pipeline.verify, ds.pipeline.* for the DeepSpeed JSON's",
-}
-_FORMS = {
-    "bool_type": ", true or false",
-    "bool_parsing": ", true or false",
-    "int_type": ", as in 1_000_000",
-    "int_parsing": ", as in 1_000_000",
-    "int_from_float": ", as in 1_000_000",
-    "string_type": ", in quotes",
-}
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_MOVED: dict[str, str] = _TABLES["moved"]
+_FORMS: dict[str, str] = _TABLES["forms"]
 """Spelling of the values that pydantic expects, by error type."""
-_KINDS = {
-    "list_type": "it must be a list",
-    "tuple_type": "it must be a list",
-    "dict_type": "it must be a table",
-    "model_type": "it must be a table",
-    "too_long": "it has too many values",
-}
+_KINDS: dict[str, str] = _TABLES["kinds"]
 """The expected values in TOML terms, by pydantic error type."""
-_MEANT = {
-    ("data.path", "string_type"): "one path: name the folder that holds the files, or give each a "
-    "share in data.mix",
-    ("log.wandb", "string_type"): "the name of a project, as in log.wandb=mine, or left out",
-    ("log.mlflow", "string_type"): "the name of an experiment, as in log.mlflow=mine, or left out",
-    ("optim.warmup_steps", "int_type"): "a number of steps; a fraction of the run is "
-    "optim.warmup_ratio",
-}
-"""What to write instead of a value of another type, by key and error type of pydantic."""
+_MEANT: dict[str, dict[str, str]] = _TABLES["meant"]
+"""What to write instead of a value of another type, by error type of pydantic and key."""
 _STRUCTURE = (*_KINDS, "missing", "extra_forbidden", "string_type")
 """Errors about the structure of a value."""
-EXAMPLES = {
-    "model.lora.targets": '["q_proj", "v_proj"]',
-    "model.lora.modules_to_save": '["embed_tokens", "lm_head"]',
-    "model.overrides": "{num_hidden_layers=2}",
-    "data.mix": '[{path="a.jsonl", share=0.7}, {path="b.jsonl", share=0.3}]',
-    "data.eval_path": '{chat="a.jsonl", code="b.jsonl"}',
-    "data.columns": '{text="content"}',
-    "data.where": '{language="de"}',
-    "data.template_values": "{enable_thinking=false}",
-    "optim.betas": "[0.9, 0.95]",
-    "optim.groups": '[{pattern="embed", lr_multiplier=0.5}]',
-    "eval.needle_lengths": "[512, 1024]",
-    "resume.allow": '["optim.lr", "data.path"]',
-}
+EXAMPLES: dict[str, str] = _TABLES["examples"]
 """An example value for every key that is a list or a table."""
 
 
@@ -189,7 +152,7 @@ def _sentence(item: ErrorDetails, origins: Mapping[str, str]) -> str:
         return f"{item['ctx']['error']} ({origin})"
     if kind == "missing":
         return f"{key} ({origin}) is missing{form}"
-    if meant := _MEANT.get((key, kind)):
+    if meant := _MEANT.get(kind, {}).get(key):
         return worded(key, item["input"], origin, f"it must be {meant}")
     must_be = _KINDS.get(kind) or item["msg"].replace("Input should be", "it must be")
     if kind == "literal_error":

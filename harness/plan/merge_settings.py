@@ -6,8 +6,10 @@ If the JSON names an optimizer or scheduler, keys missing from its section take 
 defaults, unless the user set them in the run config or under another key of the JSON.
 """
 
+import tomllib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import did_you_mean, flat
@@ -19,50 +21,14 @@ from harness.errors import ConfigError
 from harness.layout.optimizer_table import OPTIMIZERS
 from harness.plan.plan import Draft
 
-SCHEDULES = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
-
-# JSON key -> run config key with the same meaning; the later of two literals wins.
-SAME = {
-    "optimizer.params.lr": "optim.lr",
-    "optimizer.params.muon_lr": "optim.lr",
-    "optimizer.params.adam_lr": "optim.adam_lr",
-    "optimizer.params.betas": "optim.betas",
-    "optimizer.params.eps": "optim.eps",
-    "optimizer.params.momentum": "optim.momentum",
-    "optimizer.params.weight_decay": "optim.weight_decay",
-    "scheduler.params.warmup_max_lr": "optim.lr",
-    "scheduler.params.warmup_num_steps": "optim.warmup_steps",
-    "scheduler.params.warmup_type": "optim.warmup_type",
-    "scheduler.params.cos_min_ratio": "optim.min_lr_ratio",
-    "scheduler.params.total_num_steps": "train.steps",
-    "gradient_clipping": "optim.clip_norm",
-    "train_batch_size": "train.global_batch",
-    "train_micro_batch_size_per_gpu": "train.micro_batch",
-}
-_WARMUP = ("warmup_num_steps", "warmup_type", "warmup_min_lr", "warmup_max_lr")
-# Parameters of each scheduler; DeepSpeed accepts no others but last_batch_iteration.
-_OF_SCHEDULERS = {
-    "WarmupLR": _WARMUP,
-    "WarmupDecayLR": (*_WARMUP, "total_num_steps"),
-    "WarmupCosineLR": (*_WARMUP[:2], "warmup_min_ratio", "total_num_steps", "cos_min_ratio"),
-}
-# Accepted only with the value that has no effect.
-FIXED: dict[str, Any] = {
-    "optimizer.params.amsgrad": False,
-    "optimizer.params.bias_correction": True,
-    "optimizer.params.maximize": False,
-    "optimizer.params.nesterov": False,
-    "optimizer.params.dampening": 0,
-    "optimizer.params.max_grad_norm": 0,
-    "scheduler.params.warmup_min_lr": 0,
-    "scheduler.params.warmup_min_ratio": 0,
-    "scheduler.params.last_batch_iteration": -1,
-}
-# Choices of implementation, which the plan makes; "fused" selects a kernel of torch's Adam.
-IGNORED = tuple(
-    f"optimizer.params.{name}"
-    for name in ("torch_adam", "adam_w_mode", "fused", "foreach", "set_grad_none", "ns_method")
-)
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+SCHEDULES: dict[str, str] = _TABLES["schedules"]
+"""optim.schedule for each scheduler of the JSON."""
+SAME: dict[str, str] = _TABLES["same"]
+"""Run config key for each JSON key with the same meaning; the later of two literals wins."""
+_OF_SCHEDULERS: dict[str, list[str]] = _TABLES["parameters"]
+FIXED: dict[str, Any] = _TABLES["fixed"]
+IGNORED = tuple(f"optimizer.params.{name}" for name in _TABLES["ignored"])
 _CLIPS = "optimizer.params.max_grad_norm"
 
 

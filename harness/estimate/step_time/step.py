@@ -4,9 +4,11 @@ seconds = micro-batches x (forward + backward + again + copies + exchanges) + fi
           + reduction of gradients + optimizer + gathering of weights
 """
 
+import tomllib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 from harness.estimate.activations import offloaded_bytes
@@ -50,18 +52,8 @@ def optimizer_seconds(inputs: Inputs, machine: Machine) -> float:
 
 _STRENGTH: tuple[RateEvidence, ...] = ("measured", "fitted", "read", "guessed")
 _ORDER = _STRENGTH.index
-_COMPUTED = ("products", "attention", "memory_rate")
-_RATES = {
-    "products": ("products",),
-    "attention": ("attention",),
-    "elements": ("memory_rate",),
-    "launches": ("launch_scale",),
-    "again": _COMPUTED,
-    "copies": ("pinned_rate",),
-    "optimizer": ("memory_rate",),
-    "bubble": _COMPUTED,
-    "host": ("step_seconds",),
-}
+_TABLES = tomllib.loads(Path(__file__).with_name("terms.toml").read_text(encoding="utf-8"))
+_RATES: dict[str, list[str]] = _TABLES["rates"]
 """Rates that determine a term, for any layout."""
 NEVER_LARGE = {"sequence", "expert"}
 """Terms on which no published run spends a tenth of its step."""
@@ -104,7 +96,7 @@ def _rates(term: str, inputs: Inputs) -> tuple[str, ...]:
     if term == "optimizer" and _uses_host(inputs):
         drives = inputs.zero.offload_optimizer == "nvme"
         return ("host_memory_rate", "host_link_rate", *(["nvme_rate"] if drives else []))
-    return _RATES[term]
+    return tuple(_RATES[term])
 
 
 def _uses_host(inputs: Inputs) -> bool:
@@ -116,24 +108,7 @@ HOOK_SECONDS = {True: (4.0e-3, 0.0), False: (6.9e-3, 6.4e-3)}
 """Host seconds of ZeRO 3's hooks on a Llama layer, forward and backward, besides its launches: for
 layers gathered as a whole (True) and module by module (False); measured like LAUNCH_SECONDS."""
 
-TERMS = {
-    "products": "matrix products",
-    "attention": "attention",
-    "serial": "token after token",
-    "elements": "operations on elements",
-    "launches": "launches by the host",
-    "again": "computed again",
-    "copies": "activations to the host and back",
-    "tensor": "sums over tensor ranks",
-    "sequence": "exchanges of rows and heads",
-    "expert": "tokens to experts and back",
-    "stages": "between pipeline stages",
-    "weights": "weights gathered",
-    "gradients": "gradients reduced",
-    "optimizer": "optimizer",
-    "bubble": "waiting for other stages",
-    "host": "the host's own",
-}
+TERMS: dict[str, str] = _TABLES["names"]
 """Terms of a step, with the names shown to users."""
 
 
