@@ -1,51 +1,20 @@
 """The first bytes of a file: whether it is text, how it begins, and advice if it cannot be read."""
 
 import codecs
+import tomllib
 from pathlib import Path
 
 from harness.errors import Unusable
 
 NO_UTF_8 = "is not UTF-8 text (to convert Latin-1: iconv -f LATIN1 -t UTF-8 FILE > NEW)"
-_ARRAY = "is an array: write token ids as a .bin/.idx pair (Megatron-LM's format)"
-_DOCUMENT = "is a document with markup: extract its text to a .txt file"
-_SPREADSHEET = (
-    'is a table: convert it to .jsonl, each line {"text": ...} or {"messages": ...}, as with '
-    "pandas.read_excel(FILE)[[COLUMN]].rename(columns={COLUMN: 'text'}).to_json(NEW, "
-    "orient='records', lines=True)"
-)
-_UTF_16 = "is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"
-
-
-def _compressed(command: str) -> str:
-    return f"is compressed: {command} FILE, and name the result"
-
-
-BY_SUFFIX = {
-    ".psv": "is a table: data.format=csv reads it",
-    **dict.fromkeys((".xls", ".xlsx", ".ods"), _SPREADSHEET),
-    **dict.fromkeys((".gz", ".tgz"), _compressed("gunzip -k")),
-    **dict.fromkeys((".zst", ".zstd"), _compressed("zstd -d")),
-    ".bz2": _compressed("bunzip2 -k"),
-    ".xz": _compressed("unxz -k"),
-    ".lz4": _compressed("lz4 -d"),
-    **dict.fromkeys((".zip", ".7z", ".tar"), "is an archive: unpack it, and name its folder"),
-    **dict.fromkeys((".npy", ".npz", ".pt", ".pth", ".h5", ".hdf5"), _ARRAY),
-    **dict.fromkeys((".pdf", ".doc", ".docx", ".odt", ".rtf", ".epub", ".ipynb"), _DOCUMENT),
+_KINDS = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))["kinds"]
+BY_SUFFIX: dict[str, str] = {
+    suffix: kind["advice"] for kind in _KINDS for suffix in kind.get("suffixes", ())
 }
 """Advice for files that no format can read, by suffix."""
-_BY_MAGIC = (
-    (b"\x1f\x8b", BY_SUFFIX[".gz"]),
-    (b"\x28\xb5\x2f\xfd", BY_SUFFIX[".zst"]),
-    (b"BZh", BY_SUFFIX[".bz2"]),
-    (b"\xfd7zXZ\x00", BY_SUFFIX[".xz"]),
-    (b"PK\x03\x04", BY_SUFFIX[".zip"]),
-    (b"PAR1", "is a table in Parquet: data.format=parquet reads it"),
-    (b"ARROW1", "is a table in Arrow: data.format=arrow reads it"),
-    (b"%PDF-", _DOCUMENT),
-    (b"\x93NUMPY", _ARRAY),
-    (codecs.BOM_UTF16_LE, _UTF_16),
-    (codecs.BOM_UTF16_BE, _UTF_16),
-)
+_BY_MAGIC: list[tuple[bytes, str]] = [
+    (bytes.fromhex(magic), kind["advice"]) for kind in _KINDS for magic in kind.get("magic", ())
+]
 
 
 _HEAD_BYTES = 4096

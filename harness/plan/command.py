@@ -4,7 +4,7 @@ import argparse
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from harness.config.assignments import did_you_mean
@@ -113,20 +113,10 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     if options.gpus_per_node is not None and options.gpus is None:
         parser.error(f"--gpus-per-node {options.gpus_per_node}: add --gpus, the number of all GPUs")
     config_path = next(iter(options.config), None)
-    others = {key: getattr(options, key) for key in _OTHERS}
+    others = {each.name: getattr(options, each.name) for each in fields(Command)[3:]}
     return Command(options.deepspeed, config_path, tuple(options.assignments), **others)
 
 
-_OTHERS = (
-    "dry_run",
-    "trust_remote_code",
-    "local_rank",
-    "gpus",
-    "gpus_per_node",
-    "gpu",
-    "json",
-    "show",
-)
 _LAUNCHERS = ("--num_", "--master_", "--include", "--exclude", "--hostfile", "--bind_")
 
 

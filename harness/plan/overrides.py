@@ -3,7 +3,9 @@
 An override that would have no effect on the model is rejected, with advice.
 """
 
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from harness.config.assignments import did_you_mean
@@ -33,25 +35,13 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-# Types of the keys that a decoder's config.json may have; sizes are checked when they are counted.
-_TYPES: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "a number": (
-        _is_number,
-        "attention_dropout attention_multiplier attn_pdrop dropout embd_pdrop embedding_multiplier "
-        "final_logit_softcapping hidden_dropout initializer_range layer_norm_eps "
-        "layer_norm_epsilon logits_scaling resid_pdrop residual_multiplier rms_norm_eps rope_theta "
-        "router_aux_loss_coef router_jitter_noise",
-    ),
-    "true or false": (
-        lambda value: isinstance(value, bool),
-        "output_router_logits tie_word_embeddings use_cache use_sliding_window",
-    ),
-    "a name, in quotes": (
-        lambda value: isinstance(value, str),
-        "activation_function hidden_act hidden_activation model_type",
-    ),
-    "a list": (lambda value: isinstance(value, list), "layer_types"),
-    "a table": (lambda value: isinstance(value, Mapping), "rope_parameters rope_scaling"),
+_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+_TYPES: dict[str, tuple[Callable[[Any], bool], list[str]]] = {
+    "a number": (_is_number, _TABLES["numbers"]),
+    "true or false": (lambda value: isinstance(value, bool), _TABLES["booleans"]),
+    "a name, in quotes": (lambda value: isinstance(value, str), _TABLES["names"]),
+    "a list": (lambda value: isinstance(value, list), _TABLES["lists"]),
+    "a table": (lambda value: isinstance(value, Mapping), _TABLES["tables"]),
 }
 
 
@@ -67,7 +57,7 @@ def value_problems(config: Mapping[str, Any], run: RunConfig, source: str) -> It
 def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
     """Return the valid values of a key; None if its value is valid or the key is unknown."""
     for words, (holds, keys) in _TYPES.items():
-        if key in keys.split() and not holds(value):
+        if key in keys and not holds(value):
             return words
     for size, most in _MOST.items():
         if key in SIZE_KEYS[size] and _is_number(value) and value > most:
@@ -87,17 +77,7 @@ def _must_be(key: str, value: Any, config: Mapping[str, Any]) -> str | None:
 
 
 _WINDOWS = ("sliding_window", "use_sliding_window", "max_window_layers", "sliding_window_pattern")
-_PRECISION = "the DeepSpeed JSON sets it: set bf16.enabled or fp16.enabled instead"
-_ELSEWHERE = {
-    "dtype": _PRECISION,
-    "torch_dtype": _PRECISION,
-    "quantization_config": "weights are not quantized in training (see model.lora.quantize): "
-    "remove it",
-    "attn_implementation": "set model.attention instead",
-    "_attn_implementation": "set model.attention instead",
-    "use_cache": "training keeps no cache, and an export would be served without one: remove it",
-    "architectures": "model_type determines the class: set model.overrides.model_type instead",
-}
+_ELSEWHERE: dict[str, str] = _TABLES["elsewhere"]
 _SERVED = ("use_cache", True)
 """An override that an export may need if its source was saved without a cache."""
 

@@ -71,6 +71,14 @@ class RunRecord:
         """running | done | stopped | failed | diverged, or unknown."""
         return str(self.status.get("outcome") or "unknown")
 
+    @contextlib.contextmanager
+    def noting(self) -> Iterator[None]:
+        """Return a context that notes the problem of an unreadable record."""
+        try:
+            yield
+        except ConfigError as error:
+            self.problems.append(str(error))
+
     def planned(self, *keys: str) -> Any:
         """Return a value of plan.json by its keys; None if it is missing."""
         return dig(self.plan, *keys)
@@ -183,20 +191,14 @@ def read(path: Path, name: str = "") -> RunRecord:
     folder, run = RunFolder(path), RunRecord(path, name or path.name)
     with contextlib.suppress(OSError):
         run.saved = saved_steps(str(path))
-    try:
+    with run.noting():
         run.plan = folder.read_plan() or {}
         if not run.plan:
             run.problems.append("plan.json does not exist: the run did not start")
-    except ConfigError as error:
-        run.problems.append(str(error))
-    try:
+    with run.noting():
         run.status = folder.read_status() or {}
-    except ConfigError as error:
-        run.problems.append(str(error))
-    try:
+    with run.noting():
         run.events = list(deque(read_records(folder.events_path, "kind"), MOST_EVENTS))
-    except ConfigError as error:
-        run.problems.append(str(error))
     run.metrics = read_lines(folder.metrics_path)
     if run.metrics.problem:
         run.problems.append(run.metrics.problem)

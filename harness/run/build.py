@@ -17,7 +17,6 @@ from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
 from harness.data.tokenizer_files import save_companions, save_generation, save_tokenizer
-from harness.engine.api import Engine
 from harness.engine.launches import measure_host
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import alarm, join
@@ -40,7 +39,6 @@ from harness.run.attention import AttentionMetrics
 from harness.run.data_decisions import decide_from_data, require_same_settings
 from harness.run.ending import fails, hangs
 from harness.run.finish import question_of, show_sample
-from harness.run.instrument import Instrument
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import ExpertLoad, Meter, SourceLosses, StepClock, WeightChange
 from harness.run.notify import Notifier
@@ -198,8 +196,12 @@ def build(
             pages=Pages(folder, plan.config.log.report and plan.world.rank == 0),
             trackers=Trackers(folder.append_event),
             notifier=notifier,
-            instruments=(
-                *_instruments(plan, engine, data),
+            instruments=(  # in the order in which all ranks call them
+                Verification(plan),
+                ExpertLoad(engine),
+                SourceLosses(data.names, engine),
+                WeightChange(engine),
+                AttentionMetrics(),
                 StepClock(plan, record["seen_tokens"]),
                 memory,
                 notifier,
@@ -219,17 +221,6 @@ def build(
             run.instruments += (Profiler(plan, engine, folder.profile_dir, progress.say),)
         unless_built.pop_all()
     return run
-
-
-def _instruments(plan: Plan, engine: Engine, data: Data) -> tuple[Instrument, ...]:
-    """Return what measures a run, in the order in which all ranks call it."""
-    return (
-        Verification(plan),
-        ExpertLoad(engine),
-        SourceLosses(data.names, engine),
-        WeightChange(engine),
-        AttentionMetrics(),
-    )
 
 
 def _joined(

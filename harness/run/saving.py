@@ -60,9 +60,7 @@ def as_tensors(batch: Batch) -> dict[str, torch.Tensor]:
 def stored_probe(checkpoint: Checkpoint) -> Batch:
     """Return the probe batch stored in a checkpoint."""
     tensors = read_probe(checkpoint)
-    ids, labels, positions = (tensors.get(n) for n in ("input_ids", "labels", "position_ids"))
-    assert ids is not None, "a probe has tokens"
-    assert labels is not None, "and targets"
+    ids, labels, positions = tensors["input_ids"], tensors["labels"], tensors.get("position_ids")
     if "goes_on" not in tensors:
         return Batch(ids, labels, positions)
     goes_on, windows = tensors["goes_on"].bool(), torch.arange(len(labels))
@@ -76,13 +74,9 @@ def texts_of(probe: Batch) -> Iterator[Batch]:
         begins = ~probe.goes_on
     starts = [0, *(row for row in range(1, rows) if begins[row]), rows]
     for start, end in itertools.pairwise(starts):
-        parts = (probe.input_ids, probe.labels, probe.position_ids)
-        ids, labels, positions = (
-            None if part is None else part[start:end].reshape(1, -1) for part in parts
-        )
-        assert ids is not None, "a probe has tokens"
-        assert labels is not None, "and targets"
-        yield Batch(ids, labels, positions)
+        ids, labels = (part[start:end].reshape(1, -1) for part in (probe.input_ids, probe.labels))
+        positions = probe.position_ids
+        yield Batch(ids, labels, None if positions is None else positions[start:end].reshape(1, -1))
 
 
 def loss_of(engine: Engine, batch: Batch) -> float | None:
