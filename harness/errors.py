@@ -42,13 +42,11 @@ class ConfigError(ValueError):
     def __init__(self, problems: str | Iterable[str]) -> None:
         self.problems = [problems] if isinstance(problems, str) else list(problems)
         assert self.problems, "a ConfigError needs at least one problem"
-        super().__init__(self._report())
-
-    def _report(self) -> str:
-        if len(self.problems) == 1:
-            return _readable(self.problems[0])
-        numbered = [f"  {n}. {_readable(problem)}" for n, problem in enumerate(self.problems, 1)]
-        return "\n".join([f"{len(self.problems)} problems:", *numbered])
+        report = [_readable(problem) for problem in self.problems]
+        if len(report) > 1:
+            numbered = [f"  {n}. {problem}" for n, problem in enumerate(report, 1)]
+            report = [f"{len(report)} problems:", *numbered]
+        super().__init__("\n".join(report))
 
     def __reduce__(self) -> tuple[type[ConfigError], tuple[list[str]]]:
         """Pickle the list of problems: unpickling the report alone would give a single problem."""
@@ -83,10 +81,9 @@ def worded(key: str, value: object, origin: str, why: str, use: str = "") -> str
 
     `why` continues the sentence (", but ...", ", which ...") or follows a colon.
     """
-    continues = why.startswith(_CONTINUES)
-    stop = ": " if continues else "; "
+    joint, stop = (", ", ": ") if why.startswith(_CONTINUES) else (": ", "; ")
     instead = f"{stop}{use}" if use else ""
-    return f"{key} is {shortened(value)} ({origin}){', ' if continues else ': '}{why}{instead}"
+    return f"{key} is {shortened(value)} ({origin}){joint}{why}{instead}"
 
 
 class Problems:
@@ -114,11 +111,6 @@ class Problems:
 
     def __len__(self) -> int:
         return len(self._sentences)
-
-    def raise_any(self) -> None:
-        """Raise one ConfigError with all problems, if there are any."""
-        if self._sentences:
-            raise ConfigError(self._sentences)
 
 
 class NoCheckpoint(ConfigError):

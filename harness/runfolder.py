@@ -219,9 +219,8 @@ class RunFolder:
 
     def _append(self, path: Path, record: dict[str, Any]) -> None:
         self._assert_open()
-        line = as_line(record)
         with writing(path), path.open("a", encoding="utf-8") as file:
-            file.write(line)
+            file.write(as_line(record))
 
     def _replace(self, path: Path, value: dict[str, Any]) -> None:
         """Write a JSON file atomically: readers see either the old content or the new."""
@@ -304,16 +303,13 @@ def create_run_dir(model: str, json_name: str, now: datetime, root: str | Path =
     """
     model = model.rstrip("/").rpartition("/")[2]
     name = re.sub(r"[^\w.-]", "_", f"{model}-{json_name}-{now:%Y%m%d-%H%M%S}")
-    path = Path(root) / name
-    number = 1
+    path, number = Path(root) / name, 1
     while True:
-        try:
+        with contextlib.suppress(FileExistsError):
             path.mkdir(parents=True)
-        except FileExistsError:
-            number += 1
-            path = Path(root) / f"{name}-{number}"
-        else:
             return path
+        number += 1
+        path = Path(root) / f"{name}-{number}"
 
 
 def _hours(record: dict[str, Any]) -> float:

@@ -176,7 +176,8 @@ def _with_chosen(
     draft.facts, draft.chosen = facts, chosen
     if why:
         draft.note("chosen", why)
-    _pass_through(PASSES, draft).raise_any()
+    if problems := [*_pass_through(PASSES, draft)]:
+        raise ConfigError(problems)
     _pass_through(LAST_PASSES, draft)
     assert draft.batch is not None, "a batch that does not divide is a problem"
     plan = Plan(

@@ -114,7 +114,6 @@ def export(
         how = options.shard_bytes, progress, manifest.model_config
         notes += write_model(unfinished, model, Reader.of(checkpoint), *how)
         _write_generation(unfinished, generation)
-
         notes += _put_code(unfinished, model, attention, manifest.model_config)
         notes += _put_companions(tokenizer, unfinished)
         notes += _read_by_others(unfinished, options)

@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from harness.data.data import Data
-from harness.errors import CannotSave, ConfigError, ExitCode, is_full_disk
+from harness.errors import CannotSave, ConfigError, is_full_disk
 from harness.plan.duration import step_time
 from harness.plan.plan import Plan
 from harness.run.meter import seen_tokens
@@ -97,19 +97,18 @@ def open_folder(plan: Plan, say: Callable[[str], None]) -> RunFolder:
     Raises ConfigError or CannotSave on every rank if rank 0 cannot open it.
     """
     folder: RunFolder | None = None
-    outcome: list[Any] = [None, 0, 0.0, None, ExitCode.BAD_CONFIG]
+    outcome: list[Any] = [None, 0, 0.0, None]
     if plan.world.rank == 0:
         try:
             folder = _chosen(plan, say)
             outcome[:3] = str(folder.path), folder.attempt, folder.gpu_hours_before
         except (ConfigError, CannotSave, OSError) as error:
-            outcome[3] = f"run.dir={plan.config.run.dir}: {error}"
-            if is_full_disk(error):
-                outcome[4] = ExitCode.CANNOT_SAVE
+            kind = CannotSave if is_full_disk(error) else ConfigError
+            outcome[3] = kind(f"run.dir={plan.config.run.dir}: {error}")
     dist.broadcast_object_list(outcome)
-    path, attempt, hours, problem, code = outcome
+    path, attempt, hours, problem = outcome
     if problem is not None:
-        raise CannotSave(problem) if code == ExitCode.CANNOT_SAVE else ConfigError(problem)
+        raise problem
     if folder is None:
         folder = RunFolder(path)
         folder.attempt, folder.gpu_hours_before = attempt, hours

@@ -131,12 +131,8 @@ def _own(
     saved, damage = _read_plan(folder)
     checkpoint, unusable = newest_usable(folder.checkpoints_dir, in_full)
     if damage is not None and checkpoint is not None:  # the manifest has the essential settings
-        manifest = checkpoint.manifest
-        data = {
-            "model_config": manifest.model_config,
-            "data_fingerprint": manifest.data_fingerprint,
-        }
-        saved = {**record, "run": {}, **data}
+        model, data = checkpoint.manifest.model_config, checkpoint.manifest.data_fingerprint
+        saved = {**record, "run": {}, "model_config": model, "data_fingerprint": data}
     allowed, run = plan.config.resume.allow, str(folder.path)
     problems = resume_problems(saved, record, allowed, run) if saved else []
     if checkpoint is not None:
@@ -175,12 +171,8 @@ def _branch(plan: Plan, text: str, record: dict[str, Any], in_full: bool) -> Res
         problems.append(f"its step {step} is beyond train.steps={total_steps}: {raise_it}")
     if problems:
         raise ConfigError([f"resume.from={text}: {problem}" for problem in problems])
-    damages = [damage] if damage else []
-    return ResumePoint(
-        *(checkpoint, "branched", changed_keys(before, record)),
-        damages=damages,
-        steps_before=before.get("total_steps"),
-    )
+    changes, damages = changed_keys(before, record), [damage] if damage else []
+    return ResumePoint(checkpoint, "branched", changes, [], damages, before.get("total_steps"))
 
 
 def _checkpoint_of(text: str, key: str, in_full: bool) -> Checkpoint:

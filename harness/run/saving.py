@@ -168,25 +168,13 @@ def _record(run: Run, saved: Saved) -> None:
     per_s = saved.bytes / saved.seconds
     run.saver.longest_s = max(run.saver.longest_s, saved.seconds)
     run.pulse.took("save", saved.seconds)  # in the foreground, the last save will take as long
-    run.event(
-        "saved",
-        step=saved.step,
-        path=str(saved.path),
-        seconds=saved.seconds,
-        stall_s=saved.stall_s,
-        bytes=saved.bytes,
-        bytes_per_s=per_s,
-        removed=saved.removed,
-    )
+    values = {"stall_s": saved.stall_s, "bytes": saved.bytes, "bytes_per_s": per_s}
+    path, took_s = str(saved.path), saved.seconds
+    run.event("saved", step=saved.step, path=path, seconds=took_s, **values, removed=saved.removed)
     if run.is_writer:
         run.folder.write_status("running", None, saved.step)
-        samples = run.state.samples
         run.engine.write_monitors(
-            [
-                ("save/stall_s", saved.stall_s, samples),
-                ("save/bytes", saved.bytes, samples),
-                ("save/bytes_per_s", per_s, samples),
-            ]
+            [(f"save/{name}", value, run.state.samples) for name, value in values.items()]
         )
 
 
