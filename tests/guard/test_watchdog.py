@@ -236,7 +236,7 @@ def test_the_rank_that_reports_is_not_silent() -> None:
     assert hang_report(own, own, "why", 0, lambda rank: "")["silent"] == []
 
 
-def test_processes_of_other_hosts_are_gone_if_they_no_longer_write(
+def test_silent_processes_of_other_hosts_are_gone(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     watchdog = Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=0, world_size=2)
