@@ -20,6 +20,9 @@ from harness.checkpoint.store import checkpoint_of, newest_usable, verified
 from harness.errors import Unusable
 from harness.plan.weights import has_checkpoints
 from tests.checkpoint.small import manifest, put, save, weights
+from tests.tables import beside
+
+DAMAGED = beside(__file__, "damaged.toml")["rows"]
 
 
 def test_newest_checkpoint_loads_as_saved(tmp_path: Path) -> None:
@@ -36,8 +39,7 @@ def test_newest_checkpoint_loads_as_saved(tmp_path: Path) -> None:
         assert torch.equal(reader.whole(name, "weight"), tensor)
 
 
-FILE = "rank-00000-000.safetensors"
-FILES = (FILE, "probe.safetensors", "index.json", "manifest.json")
+FILES = ("rank-00000-000.safetensors", "probe.safetensors", "index.json", "manifest.json")
 
 
 def flip(path: Path, at: float) -> None:
@@ -154,30 +156,7 @@ def sign(folder: Path, change: Callable[[dict[str, Any]], object] = lambda conte
 
 
 @pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        *(("state.step", value) for value in ("2", 2.5, None, True, -2, 10**30, [2])),
-        *(("state.samples", value) for value in ("x", None, -1)),
-        *(("state", value) for value in ([], None, "x", {})),
-        *(("precision", value) for value in ("fp64", None, 16, [])),
-        *(("engine", value) for value in ([], None, {}, {"counters": 1})),
-        *(("engine.counters.skipped_steps", value) for value in ("1", None, [])),
-        *(("engine.optimizer.step", value) for value in ("3", None, float("nan"))),
-        *(("watch", value) for value in ([], None, {"bad_steps": "x"}, {"seen": 3})),
-        ("watch", {"seen": {"in_a_row": 0, "loss": ["x"], "log_grad_norm": []}}),
-        ("watch", {"patience": {"best": "x", "best_step": 0, "since": 0}}),
-        *(("files.0.name", value) for value in (7, None, ["x"], "probe.safetensors/../x", "")),
-        *(("files.0.name", value) for value in ("../../../etc/passwd", "/etc/passwd", "a\nb")),
-        ("files.0.name", "rank-0.pt"),
-        *(("files.0.bytes", value) for value in ("x", None, -1, 1.5)),
-        *(("files.0.sha256", value) for value in (7, "x", None)),
-        *(("files", value) for value in (None, {}, [7], [])),
-        *(("model_config", value) for value in (None, [], {}, {"model_type": 3})),
-        *(("probe_loss", value) for value in ("x", [], {})),
-        *(("held_out_loss", value) for value in ("x", True)),
-        *(("format", value) for value in (0, 3, "1", True, 1.0, None, [])),
-        ("about", None),
-    ],
+    ("key", "value"), [(key, value) for key, values in DAMAGED["manifest"] for value in values]
 )
 def test_a_manifest_of_other_types_is_passed_over(newest: Path, key: str, value: object) -> None:
     sign(newest, lambda content: put(content, key, value))
@@ -212,25 +191,7 @@ def test_a_file_that_the_manifest_leaves_out_is_missed(newest: Path, name: str) 
     assert f"does not list {name}" in passed_over(newest)
 
 
-@pytest.mark.parametrize(
-    ("pieces", "reason"),
-    [
-        ([[0, 45, FILE], [0, 46, FILE]], "starts at element 0"),  # adds up to all 91
-        ([[0, 46, FILE], [45, 45, FILE]], "starts at element 45"),
-        ([[0, 45, FILE], [46, 45, FILE]], "starts at element 46"),
-        ([[1, 90, FILE]], "starts at element 1"),
-        ([[0, 90, FILE]], "end at element 90"),
-        ([[0, 92, FILE]], "end at element 92"),
-        ([[0, 91, FILE], [91, 0, FILE]], "starts at element 91"),
-        ([], "end at element 0"),
-        ([[0, 91, "../../elsewhere.safetensors"]], "the manifest does not list"),
-        ([[0, 91, "index.json"]], "the manifest does not list"),
-        ([[0, "91", FILE]], "not [offset, elements, file]"),
-        ([[0, 91]], "not [offset, elements, file]"),
-        ([7], "not [offset, elements, file]"),
-        (None, "not an array"),
-    ],
-)
+@pytest.mark.parametrize(("pieces", "reason"), DAMAGED["pieces"])
 def test_index_with_gaps_or_overlaps_is_passed_over(
     newest: Path, pieces: object, reason: str
 ) -> None:

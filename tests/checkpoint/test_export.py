@@ -29,26 +29,18 @@ from harness.layout.box import Part
 from harness.layout.releases import is_older
 from harness.models.skeleton import hf_config, skeleton
 from tests.data.number_tokenizer import write_number_tokenizer
-from tests.engine.small import FAMILIES, MODEL
+from tests.engine.small import BIASED, CONFIGS, FAMILIES, MODEL
 from tests.models.small import built
 from tests.real_runs import REPOSITORY
 from tests.tables import beside
 
+TABLES = beside(__file__, "export.toml")
 MODELS: dict[str, dict[str, Any]] = {
     **FAMILIES,
-    "llama": MODEL,
+    **{name: CONFIGS[name] for name in ("llama", "gpt2", "mixtral")},
     "llama_tied": {**MODEL, "tie_word_embeddings": True},
-    "gpt2": {"model_type": "gpt2", "vocab_size": 64, "n_embd": 32, "n_layer": 2, "n_head": 4},
-    "mixtral": {**MODEL, "model_type": "mixtral", "num_local_experts": 4},
     # A correction bias of its routers, which is a saved buffer.
-    "ernie4_5_moe": {
-        **MODEL,
-        "model_type": "ernie4_5_moe",
-        "moe_intermediate_size": 16,
-        "moe_num_experts": 4,
-        "moe_k": 2,
-        "moe_layer_start_index": 1,
-    },
+    "ernie4_5_moe": {**BIASED["ernie4_5_moe"], "tie_word_embeddings": False},
 }
 if is_older((5, 23)):  # it leaves that family's routers uninitialised
     del MODELS["ernie4_5_moe"]
@@ -324,7 +316,7 @@ def rewritten(folder: Path, config: Config) -> Config:
     return values
 
 
-@pytest.mark.parametrize("row", beside(__file__, "export.toml")["config"])
+@pytest.mark.parametrize("row", TABLES["config"])
 def test_export_has_the_config_keys_of_transformers_4(row: Config, tmp_path: Path) -> None:
     values, expected = rewritten(tmp_path, {**MODEL, **row["given"]}), row["written"]
     assert {key: values.get(key, "not there") for key in expected} == expected
@@ -336,19 +328,7 @@ def test_export_omits_nonfinite_config_values(tmp_path: Path) -> None:
     assert hf_config(values).time_step_limit == hf_config({"model_type": "mamba2"}).time_step_limit
 
 
-@pytest.mark.parametrize(
-    ("written", "expected"),
-    [
-        ({"extra_special_tokens": ["<x>"]}, {"additional_special_tokens": ["<x>"]}),
-        ({"model_specific_special_tokens": {"image_token": "<x>"}},
-         {"extra_special_tokens": {"image_token": "<x>"}}),
-        ({"tokenizer_class": "TokenizersBackend"},
-         {"tokenizer_class": "PreTrainedTokenizerFast"}),
-        ({"tokenizer_class": "LlamaTokenizer"}, {"add_bos_token": False, "add_eos_token": False}),
-        ({"tokenizer_class": "LlamaTokenizer", "add_bos_token": True}, {"add_bos_token": True}),
-        ({"tokenizer_class": "Qwen2Tokenizer"}, {"tokenizer_class": "Qwen2Tokenizer"}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("written", "expected"), TABLES["tokenizers"])
 def test_a_tokenizers_config_is_that_of_version_4(
     written: Config, expected: Config, tmp_path: Path
 ) -> None:

@@ -2,7 +2,6 @@
 
 import json
 import random
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +18,10 @@ from harness.checkpoint.tensor_file import Fragment, write_fragments
 from harness.errors import RunStopped, Unusable
 from harness.layout.box import Part, share_of, share_of_fused
 from tests.checkpoint.small import manifest, put, save_of_ranks
+from tests.layout.test_box import cut
+from tests.tables import beside
 
-DAMAGED = tomllib.loads(Path(__file__).with_name("damaged.toml").read_text("utf-8"))["parts"]
+DAMAGED = beside(__file__, "damaged.toml")["rows"]["slices"]
 SHAPE = (12, 10)
 
 
@@ -28,12 +29,8 @@ def weights(shape: tuple[int, ...] = SHAPE) -> torch.Tensor:
     return torch.arange(float(Part.of(shape).numel)).view(shape)
 
 
-def cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
-    """Return a part of a whole tensor, flattened."""
-    for dimension, ranges in enumerate(part.ranges):
-        pieces = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]
-        tensor = torch.cat(pieces, dimension)
-    return tensor.reshape(-1)
+def own_values(part: Part) -> torch.Tensor:
+    return cut(weights(), part).reshape(-1)
 
 
 def by_rows(ranks: int) -> list[Part]:
@@ -61,7 +58,7 @@ def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
     """Return the index of ranks that hold these parts, each in ZeRO shards."""
     indices, rank = [], 0
     for part in parts:
-        tensors = {"weight": cut(weights(), part), "exp_avg": cut(2 * weights(), part)}
+        tensors = {"weight": own_values(part), "exp_avg": 2 * own_values(part)}
         for shard in range(shards):
             own = Fragment("w", part, 0, tensors).share(shard, shards)
             _, entries = write_fragments(folder, rank, [own] if own else [])
@@ -80,7 +77,7 @@ def test_sharded_parameter_is_read_as_any_other_sharding(
     reader = Reader(tmp_path, Index(written(tmp_path, CUTS[before])))
     draw = random.Random(0)
     for part in CUTS[after]:
-        own = cut(2 * weights(), part)
+        own = 2 * own_values(part)
         for _ in range(5):
             start, stop = sorted(draw.choices(range(part.numel + 1), k=2))
             around = torch.full((stop - start + 2,), -1.0)
@@ -163,7 +160,7 @@ def save_divided(folder: Path) -> Path:
     """Write a checkpoint of two ranks, each with half of the columns."""
     parts = by_columns(2)
     return save_of_ranks(
-        folder, 2, [Fragment("w", part, 0, {"weight": cut(weights(), part)}) for part in parts]
+        folder, 2, [Fragment("w", part, 0, {"weight": own_values(part)}) for part in parts]
     )
 
 

@@ -8,6 +8,9 @@ import pytest
 from harness.checkpoint.compatibility import asked, branch_problems, resume_problems
 from harness.config.run_config import RunConfig
 from harness.plan.model_config import presets
+from tests.tables import beside
+
+CHANGES = beside(__file__, "resume.toml")
 
 
 def record(**sections: dict[str, Any]) -> dict[str, Any]:
@@ -19,35 +22,12 @@ def record(**sections: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"train": {"steps": 999}},
-        {"eval": {"every": 3}},
-        {"save": {"keep": 9}},
-        {"log": {"every": 7}},
-        {"model": {"attention": "eager"}},
-        {"model": {"kernels": "liger", "compile": True}},
-        {"guard": {"spikes": "rollback"}},
-    ],
-)
+@pytest.mark.parametrize("change", CHANGES["accepted"])
 def test_resume_accepts_changed_length_and_reporting(change: dict[str, Any]) -> None:
     assert resume_problems(record(), record(**change), []) == []
 
 
-@pytest.mark.parametrize(
-    ("change", "key"),
-    [
-        ({"optim": {"lr": 0.5}}, "optim.lr"),
-        ({"train": {"seed": 5}}, "train.seed"),
-        ({"train": {"global_batch": 5}}, "train.global_batch"),
-        ({"data": {"seq_len": 64}}, "data.seq_len"),
-        ({"model": {"dropout": 0.5}}, "model.dropout"),
-        ({"model": {"attention": "longformer"}}, "model.attention"),
-        ({"model": {"attention_window": 64}}, "model.attention_window"),
-        ({"model": {"lora": {"quantize": "nf4"}}}, "model.lora"),
-    ],
-)
+@pytest.mark.parametrize(("change", "key"), CHANGES["rejected"])
 def test_resume_rejects_changed_training_keys_unless_allowed(
     change: dict[str, Any], key: str
 ) -> None:
@@ -122,18 +102,7 @@ def test_all_that_a_run_will_ask_for_is_named_at_once() -> None:
     assert [*asked(keys, dict.fromkeys(more))] == [*keys, "probe"]  # the run has read its data
 
 
-@pytest.mark.parametrize(
-    ("sizes", "lora", "start"),
-    [
-        (
-            {"vocab_size": 9999},
-            {},
-            "(9999, .*), model.init_from=/run/export .python tools/export_hf",
-        ),
-        ({}, {"rank": 4}, "lora is rank=4, .*of the run is off .*start from its export"),
-        ({"num_hidden_layers": 1}, {}, "or start anew in another run.dir"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "lora", "start"), CHANGES["shapes"])
 def test_no_key_allows_tensors_of_other_shapes(
     sizes: dict[str, Any], lora: dict[str, Any], start: str
 ) -> None:

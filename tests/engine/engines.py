@@ -14,13 +14,12 @@ from safetensors.torch import save_file
 from harness.config.run_config import RunConfig
 from harness.data.batch import Batch
 from harness.layout.world import World
-from harness.models.initialize import materialize
-from harness.models.skeleton import hf_config, skeleton
 from harness.plan import memory
 from harness.plan.make import make_plan
 from harness.plan.memory import Untraceable
 from harness.plan.plan import Plan
 from tests.engine.small import MODEL, SEQ_LEN, run_config
+from tests.models.small import built
 from tests.ranks import after_calls
 from tests.tiers import rest_in_gate
 
@@ -35,9 +34,7 @@ _open: list[Any] = []
 
 def drawn_weights(config: dict[str, Any] = MODEL) -> dict[str, torch.Tensor]:
     """Return the initial weights of a model, drawn by a single process."""
-    model = skeleton(hf_config(config), torch.float32)
-    materialize(model, 0, torch.device("cpu"))
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    return {name: parameter.detach() for name, parameter in built(config).named_parameters()}
 
 
 def given_weights() -> dict[str, torch.Tensor]:

@@ -12,11 +12,11 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, PreTrainedMod
 from harness.estimate.states import model_states
 from harness.layout.adapters import Adapters
 from harness.layout.shape import Shape
-from harness.models.initialize import materialize
-from harness.models.skeleton import hf_config, skeleton
+from harness.models.skeleton import hf_config
 from harness.plan.memory import memory_inputs
 from tests.engine.engines import cells, engine_of, gathered, losses, share_of, written
 from tests.engine.small import MIXTURES, MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.models.small import built
 from tests.ranks import ranks
 
 RANK, ALPHA, STEPS, LR = 4, 6.0, 4, 3e-3
@@ -244,8 +244,7 @@ FROZEN = ("zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero1 bf16")
 @pytest.mark.parametrize("layout", cells(FROZEN, ("zero3",)))
 @ranks(2)
 def test_frozen_parameters_stay_and_adapters_train_as_plain_loop(layout: str) -> None:
-    model = skeleton(hf_config(MODEL), torch.float32)
-    materialize(model, 0, torch.device("cpu"))
+    model = built(MODEL)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("embed" not in name and "layers.1." not in name)
     trained = {name for name, p in model.named_parameters() if p.requires_grad}

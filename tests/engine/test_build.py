@@ -30,7 +30,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.plan.make import make_plan, with_facts
 from harness.plan.plan import Facts
 from tests.engine.engines import WORLD, different, engine_of, folder, given_weights, losses
-from tests.engine.small import CONFIGS, MODEL
+from tests.engine.small import BIASED, CONFIGS, MODEL
 from tests.ranks import ranks
 from tests.run_tools import printed
 from tests.shipped import DS_CONFIGS
@@ -82,18 +82,12 @@ def test_given_weights_are_loaded_exactly(layout: str) -> None:
     assert different(engine.masters(), given_weights()) == []
 
 
-ERNIE = {key: value for key, value in MODEL.items() if key != "tie_word_embeddings"}
-ERNIE |= {"model_type": "ernie4_5_moe", "num_hidden_layers": 2, "moe_intermediate_size": 16}
-ERNIE |= {"moe_num_experts": 4, "moe_k": 2, "moe_num_shared_experts": 1, "pad_token_id": 0}
-ERNIE |= {"moe_layer_start_index": 0, "moe_layer_end_index": 1}
-
-
 @pytest.mark.parametrize("layout", ["zero0 bf16", "zero1 fp16", "zero2 bf16 fp32_sums"])
 @ranks(2)
 def test_a_bias_of_routers_stays_fp32(layout: str) -> None:
     """The model freezes it, so that weight decay leaves it alone. bf16 and fp16 round off 2^-12."""
     path = folder() / "ernie"
-    model = AutoModelForCausalLM.from_config(hf_config(ERNIE))
+    model = AutoModelForCausalLM.from_config(hf_config(BIASED["ernie4_5_moe"]))
     biases = {name: p for name, p in model.named_parameters() if "e_score_correction" in name}
     for bias in biases.values():
         bias.data.fill_(1 + 2**-12)

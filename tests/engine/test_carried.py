@@ -26,7 +26,6 @@ from harness.data.split import load_split, write_splits
 from harness.engine.api import Engine
 from harness.engine.forward import CarriedStates
 from harness.layout.world import World
-from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.recurrent_state import MAMBA2_CACHE
 from harness.models.skeleton import hf_config, skeleton
@@ -34,6 +33,7 @@ from harness.run.saving import loss_of, texts_of
 from tests.engine.engines import cells, engine_of, fp16, gathered, plan_of, written
 from tests.engine.small import SEQ_LEN, VOCAB_SIZE, run_config
 from tests.gates.worker import held_out_loss
+from tests.models.small import built
 from tests.ranks import ranks
 
 _SIZES = {"vocab_size": VOCAB_SIZE, "hidden_size": 32, "num_hidden_layers": 2}
@@ -257,9 +257,7 @@ def loss(engine: Engine, step: int) -> float:
 
 def plain_model(kind: str) -> Any:
     """Return the engine's model as transformers computes it."""
-    model = skeleton(hf_config(MODELS[kind]), torch.float32, "eager")
-    materialize(model, 0, torch.device("cpu"))
-    return model.eval()
+    return built(MODELS[kind], attention="eager").eval()
 
 
 def loop_of(kind: str) -> TokenLoop:

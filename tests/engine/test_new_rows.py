@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from harness.config.run_file import load_run_config
 from harness.engine.reading import config_of_files
 from harness.layout.world import World
-from harness.models.initialize import add_rows, materialize, with_rows
+from harness.models.initialize import add_rows, with_rows
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.make import make_plan
 from tests.engine.engines import (
@@ -77,6 +77,14 @@ def test_a_weight_without_missing_rows_stays_as_it_is() -> None:
     assert torch.equal(half[4], weight.bfloat16().float().mean(0).bfloat16())
 
 
+def write_quantized(
+    path: Path, config: dict[str, Any], quantization: dict[str, Any], stored: dict[str, Any]
+) -> None:
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({**config, "quantization_config": quantization}))
+    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+
+
 def write_fp8(path: Path) -> dict[str, torch.Tensor]:
     """Write 8-bit weights with a scale for each block; return the values that they represent."""
     stored, weights = dict[str, torch.Tensor](), drawn_weights()
@@ -88,11 +96,8 @@ def write_fp8(path: Path) -> dict[str, torch.Tensor]:
         stored[name] = (tensor / scale).to(torch.float8_e4m3fn)
         stored[f"{name}_scale_inv"] = scale.reshape(1, 1)
         weights[name] = stored[name].float() * scale
-    path.mkdir()
     quantization = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
-    config = {**MODEL, "quantization_config": {**quantization, "activation_scheme": "dynamic"}}
-    (path / "config.json").write_text(json.dumps(config))
-    save_file(stored, path / "model.safetensors", metadata={"format": "pt"})
+    write_quantized(path, MODEL, {**quantization, "activation_scheme": "dynamic"}, stored)
     return weights
 
 
@@ -134,10 +139,7 @@ def test_experts_in_4_bits_are_trained_as_what_they_stand_for(tmp_path: Path) ->
     config = {**FAMILIES["gpt_oss"], "hidden_size": 32, "intermediate_size": 32}
     stored, expected = dict[str, torch.Tensor](), {}
     draw = torch.Generator().manual_seed(0)
-    model = skeleton(hf_config(config), torch.float32, "eager")
-    materialize(model, 0, torch.device("cpu"))
-    for name, parameter in model.named_parameters():
-        tensor = parameter.detach()
+    for name, tensor in drawn_weights(config).items():
         if not name.endswith(("gate_up_proj", "down_proj")):
             stored[name] = expected[name] = tensor
             continue
@@ -149,10 +151,7 @@ def test_experts_in_4_bits_are_trained_as_what_they_stand_for(tmp_path: Path) ->
         pairs = torch.stack([FP4[codes & 15], FP4[codes >> 4]], -1).flatten(-2)
         whole = pairs * torch.exp2(scales - 127.0)[..., None]
         expected[name] = whole.flatten(-2).transpose(1, 2)
-    (tmp_path / "mxfp4").mkdir()
-    written = {**config, "quantization_config": {"quant_method": "mxfp4"}}
-    (tmp_path / "mxfp4" / "config.json").write_text(json.dumps(written))
-    save_file(stored, tmp_path / "mxfp4" / "model.safetensors", metadata={"format": "pt"})
+    write_quantized(tmp_path / "mxfp4", config, {"quant_method": "mxfp4"}, stored)
     source = str(tmp_path / "mxfp4")
     model = {"name": source, "init_from": source, "attention": "eager"}
     engine = engine_of("zero1", model=model)

@@ -10,13 +10,12 @@ from torch.nn import functional
 from harness.data.batch import Batch
 from harness.data.needles import Needles
 from harness.models.attention_sums import COVERED
-from harness.models.initialize import materialize
-from harness.models.skeleton import hf_config, skeleton
 from harness.run.attention import attention_sums
 from harness.run.meter import WeightChange
 from harness.steps import Step
 from tests.engine.engines import all_batches, cells, engine_of, share_of, written
 from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.models.small import built
 from tests.ranks import ranks
 
 BUCKETS, FIRST = 5, 7  # buckets that do not divide the length; tokens of the first document
@@ -39,9 +38,7 @@ def step(number: int) -> Step:
 
 
 def plain_model() -> Any:
-    model = skeleton(hf_config(SHARP), torch.float32, "eager")
-    materialize(model, 0, torch.device("cpu"))
-    return model.eval()
+    return built(SHARP, attention="eager").eval()
 
 
 def tokens() -> tuple[torch.Tensor, torch.Tensor]:

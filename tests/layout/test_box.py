@@ -29,13 +29,16 @@ def numbered(shape: tuple[int, ...]) -> torch.Tensor:
     return torch.arange(math.prod(shape)).view(shape)
 
 
-def own_tensor(part: Part) -> torch.Tensor:
-    """Return `part` of `numbered(part.whole)`, split by torch."""
-    tensor = numbered(part.whole)
+def cut(tensor: torch.Tensor, part: Part) -> torch.Tensor:
+    """Return a part of a whole tensor, split by torch."""
     for dimension, ranges in enumerate(part.ranges):
-        cut = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]
-        tensor = torch.cat(cut, dimension) if cut else tensor.narrow(dimension, 0, 0)
+        pieces = [tensor.narrow(dimension, start, stop - start) for start, stop in ranges]
+        tensor = torch.cat([*pieces, tensor.narrow(dimension, 0, 0)], dimension)
     return tensor
+
+
+def own_tensor(part: Part) -> torch.Tensor:
+    return cut(numbered(part.whole), part)
 
 
 def own_elements(piece: Piece) -> torch.Tensor:

@@ -27,7 +27,9 @@ from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import CONFIGS
 from tests.gates.generate_plans import OUTPUT, as_text, build_plans
 from tests.gates.models import MEASURED
+from tests.tables import beside
 
+TABLES = beside(__file__, "division.toml")
 SIZES = {**MEASURED["measured"], "num_hidden_layers": 2}
 del SIZES["model_type"], SIZES["tie_word_embeddings"]
 
@@ -36,32 +38,12 @@ def shape(model_type: str = "llama", **config: Any) -> Shape:
     return Shape.from_hf({**SIZES, "model_type": model_type, **config})
 
 
-def shard(model_type: str = "llama", ranks: int = 2, **config: Any) -> dict[str, tuple[int, ...]]:
-    return {t.name: t.shape for t in tensor_shard(shape(model_type, **config), ranks).tensors()}
-
-
-def test_linear_layers_are_divided_by_output_or_input() -> None:
-    divided = shard("qwen2", tie_word_embeddings=False)
-    layer = "model.layers.0."
-    assert divided[f"{layer}self_attn.q_proj.weight"] == (48, 96)
-    assert divided[f"{layer}self_attn.q_proj.bias"] == (48,)
-    assert divided[f"{layer}self_attn.k_proj.weight"] == (16, 96)
-    assert divided[f"{layer}self_attn.o_proj.weight"] == (96, 48)
-    assert divided[f"{layer}mlp.gate_proj.weight"] == (125, 96)
-    assert divided[f"{layer}mlp.down_proj.weight"] == (96, 125)
-    assert divided[f"{layer}input_layernorm.weight"] == (96,)
-    assert divided["model.embed_tokens.weight"] == (500, 96)
-    assert divided["lm_head.weight"] == (500, 96)
-
-
-def test_a_bias_of_what_is_divided_by_input_is_whole() -> None:
-    divided = shard("gpt_neox", num_key_value_heads=None, intermediate_size=250)
-    layer = "gpt_neox.layers.0."
-    assert divided[f"{layer}attention.query_key_value.weight"] == (144, 96)
-    assert divided[f"{layer}attention.query_key_value.bias"] == (144,)
-    assert divided[f"{layer}attention.dense.weight"] == (96, 48)
-    assert divided[f"{layer}attention.dense.bias"] == (96,)
-    assert divided[f"{layer}mlp.dense_h_to_4h.bias"] == (125,)
+@pytest.mark.parametrize("row", TABLES["divided"])
+def test_linear_layers_are_divided_by_output_or_input(row: dict[str, Any]) -> None:
+    part = tensor_shard(shape(**row["config"]), 2)
+    divided = {tensor.name: [*tensor.shape] for tensor in part.tensors()}
+    expected = {f"{row['layer']}{name}": size for name, size in row["shapes"].items()}
+    assert divided == divided | expected | row.get("ends", {})
 
 
 def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
@@ -71,8 +53,6 @@ def test_a_vocabulary_that_does_not_divide_stays_whole() -> None:
 
 
 def test_fused_projections_are_divided_piece_by_piece() -> None:
-    divided = shard("phi3")
-    assert divided["model.layers.0.self_attn.qkv_proj.weight"] == ((6 + 4) // 2 * 16, 96)
     cuts = plan_of(shape("phi3")).cut("model.layers.0.self_attn.qkv_proj.weight", (160, 96), 1, 2)
     assert cuts == {0: ((48, 96), (112, 128), (144, 160))}
 
@@ -88,25 +68,12 @@ def test_fewer_key_heads_than_ranks_are_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "ranks", "problem"),
-    [
-        (
-            shape("falcon"),  # multi_query
-            2,
-            "1 key heads cannot be divided over 2, nor be shared where one projection holds them",
-        ),
-        (shape(), 4, "6 attention heads cannot be divided over 4 (and 6 like it): use 1 or 2"),
-        (
-            shape("phi3", num_attention_heads=8),
-            4,
-            "2 key heads cannot be divided over 4, nor be shared where one projection holds them",
-        ),
-        (shape(num_key_value_heads=3), 2, "3 key heads cannot be divided over 2, nor be shared"),
-        (shape(intermediate_size=249), 2, "249 elements of dimension 0 cannot be divided over 2"),
-    ],
+    ("model_type", "config", "ranks", "problem"), TABLES["rows"]["indivisible"]
 )
-def test_indivisible_layer_error_names_valid_sizes(model: Shape, ranks: int, problem: str) -> None:
-    assert problem in tensor_problems(model, ranks)[0]
+def test_indivisible_layer_error_names_valid_sizes(
+    model_type: str, config: dict[str, Any], ranks: int, problem: str
+) -> None:
+    assert problem in tensor_problems(shape(model_type, **config), ranks)[0]
 
 
 def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
@@ -116,17 +83,7 @@ def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-@pytest.mark.parametrize(
-    ("model_type", "config"),
-    [
-        ("qwen2", {"tie_word_embeddings": False}),
-        ("llama", {"tie_word_embeddings": True}),
-        ("phi3", {"num_key_value_heads": 4}),
-        ("gpt_neox", {"num_key_value_heads": None}),
-        ("opt", {"num_key_value_heads": None, "ffn_dim": 252, "intermediate_size": None}),
-        ("mixtral", {"num_local_experts": 4, "num_experts_per_tok": 2}),
-    ],
-)
+@pytest.mark.parametrize(("model_type", "config"), TABLES["rows"]["covered"])
 def test_tensor_ranks_cover_every_parameter_once(
     model_type: str, config: dict[str, Any], ranks: int
 ) -> None:
@@ -139,10 +96,8 @@ def test_tensor_ranks_cover_every_parameter_once(
         parts = [share.part(name, sizes) for share in shares]
         assert parts[0].shape == first[name]
         assert {part.numel for part in parts} == {parts[0].numel}
-        assert (
-            uncovered([p for s, p in zip(shares, parts, strict=True) if s.is_first(name, sizes)])
-            is None
-        )
+        own = [p for s, p in zip(shares, parts, strict=True) if s.is_first(name, sizes)]
+        assert uncovered(own) is None
 
 
 def test_trained_activation_in_sharded_mlp_sums_its_gradient() -> None:

@@ -25,7 +25,9 @@ from tests.estimate.test_activations import FAMILIES as TRACED
 from tests.layout.test_shape import our_tensors, transformers_tensors
 from tests.tables import beside
 
-TABLES = read_families((Path(families.__file__).parent / "families.toml").read_text("utf-8"))
+LIBRARY = (Path(families.__file__).parent / "families.toml").read_text("utf-8")
+TABLES = read_families(LIBRARY)
+WRONG, NEW = beside(__file__, "families.toml").values()
 
 
 def small_model(model_type: str, **config: Any) -> PreTrainedModel:
@@ -116,32 +118,12 @@ def test_what_was_compared_is_not_inherited() -> None:
     assert tables["b"] == Family("b", divides_rows=True)
 
 
-@pytest.mark.parametrize(("text", "message"), beside(__file__, "families.toml")["wrong"])
+@pytest.mark.parametrize(("text", "message"), WRONG)
 def test_a_table_that_says_what_no_family_has(text: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         read_families(text)
 
 
-# Families in the form in which one would add them to families.toml.
-NEW = {
-    "arcee": """
-        like = "llama"
-        activation = "relu2"
-        layers = [
-            "attention self_attn.q_proj hidden q bias=attention_bias",
-            "attention self_attn.k_proj hidden kv bias=attention_bias",
-            "attention self_attn.v_proj hidden kv bias=attention_bias",
-            "attention self_attn.o_proj q hidden bias=attention_bias",
-            "mlp mlp.up_proj hidden width bias=mlp_bias",
-            "mlp mlp.down_proj width hidden bias=mlp_bias",
-            "norm input_layernorm hidden",
-            "norm post_attention_layernorm hidden",
-        ]
-    """,
-    "granite": """
-        like = "llama"
-    """,
-}
 assert not NEW.keys() <= TABLES.keys(), "all of them were added: put others here"
 
 
@@ -150,8 +132,7 @@ def test_a_new_family_is_one_table(
     model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """It is counted, planned and estimated without any other change."""
-    text = (Path(families.__file__).parent / "families.toml").read_text("utf-8")
-    added = read_families(f"{text}\n[{model_type}]\n{NEW[model_type]}")[model_type]
+    added = read_families(f"{LIBRARY}\n[{model_type}]\n{NEW[model_type]}")[model_type]
     monkeypatch.setitem(families._TABLES, model_type, added)
     monkeypatch.setitem(FAMILIES, model_type, added)
     config = AutoConfig.for_model(model_type)

@@ -152,21 +152,7 @@ def test_unknown_architecture_is_rejected() -> None:
         Shape.from_hf({"model_type": "mamba", **TINY})
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"vocab_size": None}, "vocab_size is missing"),
-        ({"hidden_size": -48}, "hidden_size = -48 is not an integer of at least 1"),
-        ({"num_hidden_layers": "3"}, "num_hidden_layers = '3' is not an integer"),
-        ({"num_attention_heads": 5}, "hidden size 48 is not a multiple of 5"),
-        ({"num_key_value_heads": 4}, "num_attention_heads = 6 is not a multiple of .* = 4"),
-        ({"model_type": "mixtral", **MOE, "num_experts_per_tok": 5}, "= 5 of only 4 experts"),
-        (
-            {"model_type": "mistral", "layer_types": ["full_attention"]},
-            "layer_types has 1 entries for 3 layers",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), _TABLES["rows"]["wrong"])
 def test_bad_configs_name_the_key(change: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Shape.from_hf({"model_type": "llama", **TINY, **change})

@@ -19,64 +19,27 @@ from harness.layout.world import (
     slurm_port,
     visible_gpus,
 )
+from tests.tables import beside
 
-TORCHRUN = "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4"
-# Over two nodes of different sizes: the larger one counts.
-SRUN = (
-    "SLURM_STEP_ID=0 SLURM_PROCID=3 SLURM_NTASKS=4 SLURM_STEP_NUM_TASKS=4 SLURM_LOCALID=0 "
-    "SLURM_NODEID=1 SLURM_STEP_TASKS_PER_NODE=3,1"
-)
-OPEN_MPI = (
-    "OMPI_COMM_WORLD_RANK=5 OMPI_COMM_WORLD_SIZE=8 OMPI_COMM_WORLD_LOCAL_RANK=1 "
-    "OMPI_COMM_WORLD_LOCAL_SIZE=4"
-)
-INTEL_MPI = "PMI_RANK=1 PMI_SIZE=2 MPI_LOCALRANKID=1 MPI_LOCALNRANKS=2"
-# The more specific one wins.
-TORCH_IN_SRUN = "SLURM_STEP_ID=0 SLURM_PROCID=0 SLURM_NTASKS=1 RANK=1 WORLD_SIZE=2 LOCAL_RANK=1"
+ROWS = beside(__file__, "world.toml")["rows"]
 
 
-def variables(text: str) -> dict[str, str]:
-    return dict(pair.split("=") for pair in text.split())
+def variables(*texts: str) -> dict[str, str]:
+    return dict(pair.split("=") for text in texts for pair in text.split())
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ("", ("none", 0, 1, 0, 1)),
-        (TORCHRUN, ("torchrun", 5, 8, 1, 4)),
-        ("RANK=1 WORLD_SIZE=2 LOCAL_RANK=1 LOCAL_SIZE=2", ("deepspeed", 1, 2, 1, 2)),
-        (SRUN, ("slurm", 3, 4, 0, 3)),
-        # A batch script, not started by srun, is one process, whatever the job has.
-        ("SLURM_PROCID=0 SLURM_NTASKS=16 SLURM_JOB_ID=7", ("none", 0, 1, 0, 1)),
-        (TORCH_IN_SRUN, ("torch", 1, 2, 1, 2)),
-        (f"{SRUN} {OPEN_MPI} MASTER_ADDR=n1", ("mpi", 5, 8, 1, 4)),
-        (OPEN_MPI.replace("SIZE=8", "SIZE=4").replace("RANK=5", "RANK=1"), ("mpi", 1, 4, 1, 4)),
-        (INTEL_MPI, ("mpi", 1, 2, 1, 2)),
-        (f"{SRUN} {INTEL_MPI}", ("slurm", 3, 4, 0, 3)),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), ROWS["launchers"])
 def test_world_is_read_from_each_launcher(environ, expected):
-    world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cpu"})
+    world = World.from_environ({**variables(*environ), "DS_ACCELERATOR": "cpu"})
     place = (world.launcher, world.rank, world.world_size, world.local_rank)
-    assert (*place, world.local_world_size) == expected
+    assert [*place, world.local_world_size] == expected
     assert (world.accelerator, world.gpu) == ("cpu", None)
 
 
-@pytest.mark.parametrize(
-    ("environ", "expected"),
-    [
-        ("RANK=2 WORLD_SIZE=2 LOCAL_RANK=0", "rank 2 of 2"),
-        ("RANK=one WORLD_SIZE=2", "RANK is 'one', not a whole number"),
-        ("RANK=0 WORLD_SIZE=4 LOCAL_RANK=3 LOCAL_SIZE=2", "local rank 3"),
-        (OPEN_MPI, "8 ranks on several nodes, but MASTER_ADDR is not set"),
-        ("WORLD_SIZE=2", "WORLD_SIZE is 2, but no variable says which rank"),
-        ("FLUX_JOB_SIZE=2", "FLUX_JOB_SIZE is 2, but no variable says which rank"),
-        ("PMI_RANK=0 PMI_SIZE=2", "MPI_LOCALRANKID is not set"),
-    ],
-)
+@pytest.mark.parametrize(("environ", "expected"), ROWS["impossible"])
 def test_impossible_rank_environment_is_rejected(environ, expected):
     with pytest.raises(ValueError, match=expected):
-        World.from_environ(variables(environ))
+        World.from_environ(variables(*environ))
 
 
 @pytest.mark.parametrize(
@@ -164,34 +127,13 @@ def test_gpu_name_is_that_of_the_first_visible_gpu(tmp_path, monkeypatch, source
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
 
 
-NODE = "RANK=0 WORLD_SIZE={ranks} LOCAL_RANK=0 LOCAL_WORLD_SIZE={ranks}"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "environ", "sharing", "lacking"),
-    [
-        (8, NODE.format(ranks=8), 1, 0),
-        (7, NODE.format(ranks=8), 1, 7),
-        (1, NODE.format(ranks=8).replace("LOCAL_WORLD", "LOCAL"), 1, 1),  # deepspeed
-        # Not certain: NCCL decides.
-        (0, NODE.format(ranks=8), 1, 0),  # a container without /proc/driver
-        (8, "RANK=0 WORLD_SIZE=16 LOCAL_RANK=0", 1, 0),  # two nodes of an unknown launcher
-        (1, "SLURM_STEP_ID=0 SLURM_PROCID=8 SLURM_NTASKS=9 SLURM_STEP_TASKS_PER_NODE=8,1", 1, 0),
-        (1, f"{NODE.format(ranks=2)} CUDA_VISIBLE_DEVICES=MIG-1", 1, 0),
-        (1, f"{NODE.format(ranks=8)} NCCL_HOSTID=a", 1, 0),
-        (1, f"{NODE.format(ranks=8)} HARNESS_SHARE_GPU=0", 1, 1),
-        (1, f"{NODE.format(ranks=8)} HARNESS_SHARE_GPU=1", 8, 0),
-        (2, f"{NODE.format(ranks=3)} HARNESS_SHARE_GPU=true", 2, 0),
-        (8, f"{NODE.format(ranks=8)} HARNESS_SHARE_GPU=1", 1, 0),
-        (8, f"{NODE.format(ranks=2)} HARNESS_SHARE_GPU=1 CUDA_VISIBLE_DEVICES=5", 2, 0),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "environ", "sharing", "lacking"), ROWS["shared"])
 def test_ranks_share_a_gpu_only_when_asked_to(gpus, environ, sharing, lacking, monkeypatch):
     monkeypatch.setattr(module, "published_gpus", lambda: [module.Gpu("NVIDIA H200", "")] * gpus)
     monkeypatch.setattr(module, "listed_gpus", module.published_gpus)
-    world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cuda"})
+    world = World.from_environ({**variables(*environ), "DS_ACCELERATOR": "cuda"})
     assert (world.ranks_per_gpu, world.lacking_gpus) == (sharing, lacking)
-    world = World.from_environ({**variables(environ), "DS_ACCELERATOR": "cpu"})
+    world = World.from_environ({**variables(*environ), "DS_ACCELERATOR": "cpu"})
     assert (world.ranks_per_gpu, world.lacking_gpus) == (1, 0)
 
 

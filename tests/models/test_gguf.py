@@ -27,43 +27,17 @@ from tests.gates.releases import REPOSITORY, folder
 from tests.layout.test_families import TABLES
 from tests.models.test_older_readers import MORE, OLDER, small, write_random
 from tests.real_runs import environment
+from tests.tables import beside
 from tools.tokenizing.training import train
 
 PACKAGE, VERSION = "llama-cpp-python", "0.3.36"  # its source contains llama.cpp and the converter
 BUILD = "-DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF -DLLAMA_BUILD_TOOLS=OFF -DLLAMA_BUILD_SERVER=OFF"
-# What its converter or llama.cpp does not know is left out here; docs/export.md names it.
-_WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")
-_BASE = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0}}
-CONFIGS: dict[str, dict[str, Any]] = {
-    **{name: {"sliding_window": None} for name in _WITHOUT_WINDOW},
-    **dict.fromkeys(("gemma", "gemma2", "gpt_oss"), _BASE),
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2, **_BASE},
-    "falcon_mamba": {"intermediate_size": 64},
-    "gpt_neox": {"rotary_emb_base": 10_000.0, "rotary_pct": 0.5},
-    "olmoe": {"num_key_value_heads": 4},
-    "phi": {"num_key_value_heads": 4, "intermediate_size": 128, **_BASE},
-    "qwen3_moe": {"norm_topk_prob": True},
-}
+_TABLES = beside(__file__, "gguf.toml")
+CONFIGS, REASONS, ODD = _TABLES["configs"], _TABLES["reasons"], _TABLES["texts"]["odd"]
 FAMILIES = {name: {"model_type": name} for name in TABLES} | MORE
 TOKENS, TEXTS = 40, 100  # compared: logits of a text, ids of texts
 CLOSE = 1e-3  # relative to the largest logit: llama.cpp looks up gelu in a table of halves
 KINDS = {"bpe": "default", "byte_bpe": "byte-level"}
-ODD = [
-    "",
-    " ",
-    "  two",
-    "\ttab\n\n\n    four",
-    "a</s>b <unk> <s> <0x41>",
-    "naïve « q » 日本語 😀👩‍👩‍👧‍👦",
-]
-REASONS = {
-    "not recognized": "its converter reads byte-level tokenizers only",
-    "tokenizer.model": "its converter reads SentencePiece models only",
-    "SystemExit": "there is no converter",
-    "gMASK": "its converter asks for GLM's tokens",
-    "endoftext": "its converter asks for GLM's tokens",
-    "rotary_pct": "its converter asks for a key that transformers does not write",
-}
 NO_SPACE = {"tokenizer.ggml.add_space_prefix": False}
 _CONVERTS = """
 import os, pathlib, sys

@@ -23,51 +23,12 @@ from tests.layout.test_families import TABLES
 from tests.models.small import built
 from tests.models.test_as_trained import KINDS_OF, exported
 from tests.real_runs import environment
+from tests.tables import beside
 
 OLDER = "4.57.*"
 Config = dict[str, Any]
-_SIZES = {
-    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "ffn_dim": 48,
-    "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4, "word_embed_proj_dim": 32,
-    "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16, "moe_num_experts": 4,
-    # Different from every class's defaults.
-    "num_experts": 4, "num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2,
-    "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
-    "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
-    "v_head_dim": 8, "query_pre_attn_scalar": 8, "sliding_window": 8, "layer_types": None,
-    "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-}  # fmt: skip
-_LATENT = {"num_key_value_heads": 4}  # keys and values of all heads come from one latent vector
-_SCALED = {"rope_theta": 777.0, "factor": 4.0, "original_max_position_embeddings": 16}
-_LLAMA3 = {**_SCALED, "rope_type": "llama3", "low_freq_factor": 1.0, "high_freq_factor": 4.0}
-_OF_LAYERS = {
-    "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 777.0},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 333.0},
-}
-_LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_type": "longrope"}
-# In addition to each family: keys that version 4 reads from other places.
-MORE: dict[str, Config] = {
-    **{name: {"model_type": name, **_LATENT} for name in ("deepseek_v2", "deepseek_v3")},
-    "llama scaled": {"model_type": "llama", "rope_parameters": _LLAMA3, "head_dim": 8},
-    "llama tied": {"model_type": "llama", "tie_word_embeddings": True, "head_dim": 8},
-    "qwen2 untied": {"model_type": "qwen2", "tie_word_embeddings": False},
-    "qwen2 scaled": {"model_type": "qwen2", "rope_parameters": {**_SCALED, "rope_type": "yarn"}},
-    "gemma3 by layers": {"model_type": "gemma3_text", "rope_parameters": _OF_LAYERS},
-    "phi3 long": {
-        "model_type": "phi3",
-        "max_position_embeddings": 64,
-        "original_max_position_embeddings": 16,
-        "rope_parameters": {**_LONG, "rope_theta": 777.0},
-    },
-    "gpt_neox in part": {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 777.0},
-    "gpt_oss unscaled": {
-        "model_type": "gpt_oss",
-        "rope_parameters": {"rope_type": "default", "rope_theta": 777.0},
-    },
-    **{name: {"model_type": name} for name in ("gemma3_text", "olmo3", "glm", "stablelm")},
-    **{name: {"model_type": name} for name in ("cohere2", "granite", "smollm3", "falcon_mamba")},
-}
+_TABLES = beside(__file__, "older_readers.toml", with_parts=True)
+_SIZES, MORE, TOKENIZERS = (_TABLES[name] for name in ("sizes", "more", "tokenizers"))
 _OPENS = """
 import json, pathlib, sys
 import torch
@@ -188,24 +149,9 @@ def test_transformers_4_runs_the_code_that_an_export_brings(older: Path, tmp_pat
     assert all(errors[0] < 1e-5 and not any(errors[1:]) for errors in found.values()), found
 
 
-_MARKS = ["<|im_start|>", "<|im_end|>"]
-_CLASS = "tokenizer_class"
-TOKENIZERS: dict[str, Config] = {
-    "a list": {_CLASS: "Qwen2Tokenizer", "additional_special_tokens": _MARKS},
-    "by the library's name": {_CLASS: "PreTrainedTokenizerFast"},
-    "names": {
-        _CLASS: "PreTrainedTokenizerFast",
-        "extra_special_tokens": {"image_token": "<|im_start|>"},
-        "additional_special_tokens": _MARKS,
-    },
-    "with bos": {_CLASS: "LlamaTokenizer", "bos_token": "<s>", "unk_token": "<unk>"},
-    "without bos": {_CLASS: "LlamaTokenizer", "bos_token": None, "unk_token": "<unk>"},
-}
-
-
 def write_source(folder: Path, config: Config) -> None:
     """Write a tokenizer of words, as version 4 does."""
-    words = ["<unk>", "<s>", "<|endoftext|>", *_MARKS, "hello", "world"]
+    words = ["<unk>", "<s>", "<|endoftext|>", *_TABLES["parts"]["marks"], "hello", "world"]
     backend = Tokenizer(models.WordLevel({w: n for n, w in enumerate(words)}, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens([AddedToken(word, special=True) for word in words[:5]])
