@@ -21,6 +21,7 @@ from harness.plan.command import DEFAULT_DS_JSON
 from harness.plan.make import make_plan
 from tests.real_runs import REPOSITORY, SMALL_MODEL
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed import worker
@@ -102,16 +103,7 @@ def test_waits_of_a_gpu_are_counted_in_a_step_that_is_not_timed(
     assert report["step_time_s"] > 0
 
 
-@pytest.mark.parametrize(
-    ("losses", "differs"),
-    [
-        ([5.0, 4.0], False),
-        ([5.00001, 4.0, 9.0], False),  # rounding; later steps may differ
-        ([5.0, 4.01], True),
-        ([float("nan"), 4.0], True),
-        ([], False),  # a rung that did not run
-    ],
-)
+@pytest.mark.parametrize(("losses", "differs"), beside(__file__, "benchmark_gpu.toml")["losses"])
 def test_a_rung_with_another_loss_is_named(losses: list[float], differs: bool) -> None:
     lowest = {"precision": "fp32", "losses": [5.0, 4.0, 3.0]}
     message = losses_apart({"losses": losses}, lowest)

@@ -31,6 +31,7 @@ from harness.plan.make import make_plan
 from harness.run.dry_run import dry_run
 from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.cluster import choose, search
 from tools.cluster.ask import plan_of, question_of
@@ -44,6 +45,12 @@ from tools.plan_cluster import _parser
 
 SMALL = ("--model", "gpt2-124m", "--gpus", 4, "--gpu", "a100-40", "--seq-len", 1024)
 JOB = (*SMALL, "--global-batch", 64)
+TABLES = beside(__file__, "plan_cluster.toml")
+
+
+def rows_of(table: str, keep: int) -> list[Any]:
+    """Return the rows of a table, all but the first `keep` of them marked for the gate."""
+    return rest_in_gate("plan", map(tuple, TABLES[table]), keep)
 
 
 def arguments(*words: object) -> Any:
@@ -125,18 +132,7 @@ def test_counted_layout_memory_equals_the_plan() -> None:
             assert plan.grad_accum == counted.memory.inputs.grad_accum
 
 
-@pytest.mark.parametrize(
-    ("axes", "way"),
-    [
-        ({"pipeline": 2, "tensor": 2}, "3D"),
-        ({"pipeline": 2}, "pipeline 2"),
-        ({"sequence": 2}, "sequence"),
-        ({"sequence": 2, "expert": 2}, "expert"),
-        ({"tensor": 4}, "tensor 4"),
-        ({"hpz": True}, "hpZ"),
-        ({}, "ZeRO 3"),
-    ],
-)
+@pytest.mark.parametrize(("axes", "way"), TABLES["ways"])
 def test_layouts_are_named_by_what_they_divide(axes: dict[str, Any], way: str) -> None:
     layout = Layout(3, "none", 1, 1, 1, 1, 1, "none")
     assert way_of(replace(layout, **axes)) == way
@@ -234,16 +230,7 @@ def test_shown_layouts_are_planned_and_rejected_ones_excluded() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "gpus", "seq_len", "batch", "expected"),
-    [
-        ("llama-1b", 8, 4096, 256, "ZeRO 1, micro-batch 8"),
-        ("llama-3-8b", 8, 8192, 64, "ZeRO 3, micro-batch 1"),
-        pytest.param(
-            *("llama-3-70b", 64, 8192, 512),
-            "ZeRO 3, sequence 4, micro-batch 1, checkpointing selective",
-            marks=pytest.mark.gate("plan"),
-        ),
-    ],
+    ("model", "gpus", "seq_len", "batch", "expected"), rows_of("recommended", 2)
 )
 def test_recommended_layout_is_least_risky_within_error(
     model: str, gpus: int, seq_len: int, batch: int, expected: str
@@ -261,26 +248,12 @@ def test_recommended_layout_is_least_risky_within_error(
             assert each.seconds > most
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({}, (0, 0, False, 0, False, False)),
-        ({"zero": 3}, (0, 0, False, 0, False, True)),
-        ({"offload": "all", "activation_offload": True}, (3, 0, False, 0, False, False)),
-        ({"tensor": 8}, (0, 1, False, 1, True, False)),
-        ({"tensor": 4, "sequence": 4}, (0, 2, True, 2, True, False)),  # 16 ranks on nodes of 8
-        ({"expert": 16}, (0, 0, True, 1, True, False)),
-        ({"pipeline": 4}, (0, 0, False, 1, True, False)),
-        ({"hpz": True}, (0, 0, False, 1, True, False)),
-        ({"mlp_tiles": 4}, (0, 0, False, 0, True, False)),
-        ({"checkpointing": 2}, (0, 0, False, 0, True, False)),
-    ],
-)
-def test_risks_are_counted(changes: dict[str, Any], expected: tuple[int, ...]) -> None:
+@pytest.mark.parametrize(("changes", "expected"), TABLES["risks"])
+def test_risks_are_counted(changes: dict[str, Any], expected: list[int]) -> None:
     layout = replace(Layout(1, "none", 1, 1, 1, 1, 4, "none"), **changes)
     question = SimpleNamespace(some=SimpleNamespace(gpus_per_node=8))
     counted: Any = SimpleNamespace(layout=layout, question=question)
-    assert risk(counted) == expected
+    assert [*risk(counted)] == expected
 
 
 def test_room_is_what_the_most_memory_leaves() -> None:
@@ -300,20 +273,7 @@ def test_planner_answer_has_a_row_per_way() -> None:
     assert reasons.count("recommended") == 1
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "gpu", "seq_len", "batch"),
-    rest_in_gate(
-        "plan",
-        [
-            ("gpt2-124m", 8, "a100-40", 1024, 64),
-            ("mixtral-8x7b", 16, "h100-80", 16384, 64),
-            ("gemma-2-9b", 16, "h100-80", 8192, 32),
-            ("olmo2-7b", 16, "v100-32", 2048, 64),
-            ("llama-3.1-70b", 48, "h100-80", 32768, 576),
-        ],
-        2,
-    ),
-)
+@pytest.mark.parametrize(("model", "gpus", "gpu", "seq_len", "batch"), rows_of("sums", 2))
 def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
     model: str, gpus: int, gpu: str, seq_len: int, batch: int
 ) -> None:
@@ -353,10 +313,7 @@ def test_a_family_that_is_not_known_is_traced_and_counted(tmp_path: Path) -> Non
     assert again.worst.peak == pytest.approx(best.memory.worst.peak, rel=0.01)
 
 
-@pytest.mark.parametrize(
-    ("model", "gpus", "gpu", "seq_len"),
-    [("gpt2-124m", 4, "t4", 1024), ("llama-1b", 8, "a100-40", 4096), ("olmo2-7b", 1, "l40s", 2048)],
-)
+@pytest.mark.parametrize(("model", "gpus", "gpu", "seq_len"), TABLES["searches"])
 def test_lazy_allocator_search_equals_exhaustive_search(
     model: str, gpus: int, gpu: str, seq_len: int
 ) -> None:
@@ -369,24 +326,9 @@ def test_lazy_allocator_search_equals_exhaustive_search(
     assert asked[0] < asked[1]
 
 
-@pytest.mark.parametrize(
-    ("gpus", "more"),
-    [
-        (4, ()),
-        (4, ("model.checkpointing=full", "train.micro_batch=2")),
-        *rest_in_gate(
-            "plan",
-            [
-                (16, ("optim.schedule=wsd", "train.steps=3000")),
-                (4, ("model.checkpointing=none", "model.mlp_tiles=2")),
-                (4, ("model.reversible=true",)),
-            ],
-            0,
-        ),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "more"), rows_of("written", 2))
 def test_the_written_files_are_the_job_that_was_priced(
-    gpus: int, more: tuple[str, ...], tmp_path: Path
+    gpus: int, more: list[str], tmp_path: Path
 ) -> None:
     done = run_tool("plan_cluster", *JOB, "--gpus", gpus, "--write", tmp_path, "--json", *more)
     row = json.loads(done.stdout)["layouts"][0]
@@ -412,14 +354,7 @@ def test_the_written_files_are_the_job_that_was_priced(
     assert "a rate" not in dry_run(plan, elsewhere=True).text()
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        'data.mix=[{path="a", share=0.7}, {path="b", name="c.d", share=0.3}]',
-        "data.eval_path=a.jsonl",
-        'data.eval_path={"a.b"="a.jsonl", c={path="b.jsonl", split="test"}}',
-    ],
-)
+@pytest.mark.parametrize("words", TABLES["data"])
 def test_the_written_run_config_has_the_users_tables(words: str, tmp_path: Path) -> None:
     run_tool("plan_cluster", *JOB, words, "--write", tmp_path)
     written, asked = load_run_config(tmp_path / "run.toml"), load_run_config(None, [words])
@@ -487,31 +422,17 @@ def test_each_launcher_has_a_script_that_runs_anywhere(tmp_path: Path) -> None:
     assert (checked.deepspeed_path, checked.config_path) == (two / "ds.json", two / "run.toml")
 
 
-LLAMA = ("--model", "llama-3-8b", "--gpu", "h100-80")
-LORA, ADAPTERS = ("--lora", 16), {"lora": {"rank": 16}}
-WEIGHTS, FROM_THEM = "meta-llama/Meta-Llama-3-8B", "From the published ones: --init-from"
-
-
-@pytest.mark.parametrize(
-    ("words", "model", "rate", "said"),
-    [
-        (LLAMA, {"name": "llama-3-8b"}, 3e-4, f"random weights. {FROM_THEM} {WEIGHTS}"),
-        ((*LLAMA, "--init-from", WEIGHTS), {"init_from": WEIGHTS}, 9.7e-5, WEIGHTS),
-        ((*LLAMA, *LORA), {"init_from": WEIGHTS, **ADAPTERS}, None, f"weights of {WEIGHTS}."),
-        (("--init-from", "$here"), {"init_from": "$here"}, 1e-4, "weights of $here."),
-        ((*LORA, "model.init_from=$here"), {"init_from": "$here", **ADAPTERS}, None, "$here"),
-    ],
-)
+@pytest.mark.parametrize(("words", "model", "rate", "said"), TABLES["weights"])
 def test_the_job_starts_from_the_weights_that_it_names(
-    words: tuple[object, ...], model: dict[str, Any], rate: float | None, said: str, tmp_path: Path
+    words: str, model: dict[str, Any], rate: float | None, said: str, tmp_path: Path
 ) -> None:
     sizes = {"n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024, "vocab_size": 50257}
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "gpt2", **sizes}))
-    words = tuple(str(word).replace("$here", str(tmp_path)) for word in words)
-    text = run_tool("plan_cluster", *JOB, *words, "--write", tmp_path / "plan").stdout
-    run = tomllib.loads((tmp_path / "plan/run.toml").read_text().replace(str(tmp_path), "$here"))
+    asked = words.replace("HERE", str(tmp_path)).split()
+    text = run_tool("plan_cluster", *JOB, *asked, "--write", tmp_path / "plan").stdout
+    run = tomllib.loads((tmp_path / "plan/run.toml").read_text().replace(str(tmp_path), "HERE"))
     assert (run["model"], run["optim"].get("lr")) == (model, rate)
-    assert said.replace("$here", str(tmp_path)) in " ".join(text.split())
+    assert said.replace("HERE", str(tmp_path)) in " ".join(text.split())
 
 
 def test_continued_rates_are_those_of_the_recipe() -> None:

@@ -21,6 +21,7 @@ from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 from tools import preflight
 from tools.preflight_checks import files, network, report
 from tools.preflight_checks.files import Seen, Storage, token
@@ -37,32 +38,9 @@ from tools.preflight_checks.network import (
 from tools.preflight_checks.report import Row
 
 HOSTS = ["n1", "n2", "n3", "n4"]
-SEEN = {
-    "code": "c0de, commit abc",
-    "run config": "r",
-    "DeepSpeed JSON": "d",
-    "model config": "m",
-    "packages": "p",
-    "data": "3 files",
-    "data times": "t",
-    "fingerprint": "f",
-}
-MACHINE = Machine(
-    gpu="NVIDIA H100 80GB HBM3",
-    gpu_free_bytes=79 * GIB,
-    gpu_total_bytes=79 * GIB,
-    ecc="Enabled, 0 uncorrected errors",
-    tflops=600.0,
-    host_free_bytes=500 * GIB,
-    shared_free_bytes=100 * GIB,
-    open_files=65536,
-    cores=(0, 1),
-    infiniband=True,
-    checksum="abc",
-    toolkit="driver 550",
-    links="PCIe 16x",
-    launch_ms=1.5,
-)
+TABLES = beside(__file__, "preflight.toml")
+SEEN: dict[str, str] = TABLES["seen"]
+MACHINE = Machine(**TABLES["machine"], cores=(0, 1))
 STORAGE = Storage("/runs", True, 1000 * GIB, (), 1e9)
 
 
@@ -112,10 +90,7 @@ def changed(rank: int, part: str = "", **changes: Any) -> list[Facts]:
     return reports
 
 
-RANKS = tomllib.loads(Path(__file__).with_name("preflight.toml").read_text())["ranks"]
-
-
-@pytest.mark.parametrize(("check", "part", "changes", "verdict", "text"), RANKS)
+@pytest.mark.parametrize(("check", "part", "changes", "verdict", "text"), TABLES["ranks"])
 def test_a_rank_out_of_line_is_named(
     check: str, part: str, changes: dict[str, Any], verdict: str, text: str
 ) -> None:
@@ -238,16 +213,7 @@ def test_room_is_for_one_checkpoint_more_than_are_kept(
     assert row("room", reports, save={"every": 10}).verdict == verdict
 
 
-@pytest.mark.parametrize(
-    ("save", "due"),
-    [
-        ({}, 1),  # only at the end
-        ({"every": 50}, 2),
-        ({"every": 1}, 4),
-        ({"every": 1, "keep_best": True}, 5),
-        ({"every": 1, "keep_every": 20}, 4 + 5),
-    ],
-)
+@pytest.mark.parametrize(("save", "due"), TABLES["checkpoints"])
 def test_no_more_checkpoints_are_expected_than_a_run_saves(save: dict[str, Any], due: int) -> None:
     assert f"for {due} checkpoint" in row("room", healthy(), save=save).found
 
@@ -315,17 +281,7 @@ def test_network_failure_is_reported_and_its_group_abandoned(
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize(
-    ("hosts", "verdict", "found"),
-    [
-        (["n1", "n1", "n2", "n2"], "ok", "2 groups of 2, each within a node"),
-        (
-            ["n1", "n2", "n2", "n2"],
-            "warn",
-            "2 groups of 2, 1 of them over several nodes, as n1 (rank 0), n2 (rank 1)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("hosts", "verdict", "found"), TABLES["groups"])
 def test_groups_that_talk_in_every_layer_belong_on_one_node(
     hosts: list[str], verdict: str, found: str
 ) -> None:
@@ -338,17 +294,10 @@ def test_groups_that_talk_in_every_layer_belong_on_one_node(
     assert neighbour_rows(plan(), hosts) == []
 
 
-@pytest.mark.parametrize(
-    ("cores", "verdict"),
-    [
-        ([(0,), (1,)], "ok"),  # each rank is bound to its own
-        ([(0, 1), (0, 1)], "ok"),
-        ([(0,), (0,)], "warn"),
-    ],
-)
-def test_ranks_that_share_a_core_are_named(cores: list[tuple[int, ...]], verdict: str) -> None:
+@pytest.mark.parametrize(("cores", "verdict"), TABLES["cores"])
+def test_ranks_that_share_a_core_are_named(cores: list[list[int]], verdict: str) -> None:
     machines = {rank: replace(MACHINE, gpu_id=str(rank)) for rank in range(4)}
-    machines |= {2 + n: replace(machines[2 + n], cores=own) for n, own in enumerate(cores)}
+    machines |= {2 + n: replace(machines[2 + n], cores=tuple(own)) for n, own in enumerate(cores)}
     rows = machine_rows(plan(), machines, ["n1", "n1", "n2", "n2"], {})
     (found,) = [each for each in rows if each.check == "cores"]
     assert found.verdict == verdict

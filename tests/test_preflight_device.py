@@ -9,7 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from tests.tables import beside
 from tools.preflight_checks import machine as checks
+
+TABLES = beside(__file__, "preflight_device.toml")
 
 
 def fake_nvml(**answers: Any) -> SimpleNamespace:
@@ -22,17 +25,8 @@ def fake_nvml(**answers: Any) -> SimpleNamespace:
         return SimpleNamespace(nvmlReturn=code, value=SimpleNamespace(uiVal=value))
 
     healthy: dict[str, Any] = {
-        "nvmlInit": None,
-        "nvmlDeviceGetHandleByUUID": "the GPU",
-        "nvmlDeviceGetEccMode": [1, 1],
-        "nvmlDeviceGetTotalEccErrors": 0,
+        **TABLES["healthy"],
         "nvmlDeviceGetPciInfo": SimpleNamespace(domain=0, bus=6, device=0),
-        "nvmlSystemGetCudaDriverVersion_v2": 12040,
-        "nvmlSystemGetDriverVersion": "550.127.05",
-        "nvmlDeviceGetMaxPcieLinkWidth": 16,
-        "nvmlDeviceGetCurrPcieLinkWidth": 16,
-        "nvmlDeviceGetCurrentClocksEventReasons": 1,  # idle
-        "nvmlDeviceGetRemappedRows": (3, 0, 0, 0),
         "nvmlDeviceGetFieldValues": [field(0), field(0), field(1, code=3)],  # 3: not supported
     }
     assert answers.keys() <= healthy.keys()
@@ -48,18 +42,8 @@ def fake_nvml(**answers: Any) -> SimpleNamespace:
 
         return called
 
-    constants = {
-        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED": 1,
-        "NVML_VOLATILE_ECC": 0,
-        "NVML_FI_DEV_GET_GPU_RECOVERY_ACTION": 274,
-        "NVML_FI_DEV_RESET_STATUS": 226,
-        "NVML_FI_DEV_DRAIN_AND_RESET_STATUS": 227,
-        "NVML_SUCCESS": 0,
-        "nvmlClocksEventReasonHwSlowdown": 8,
-        "nvmlClocksEventReasonSwThermalSlowdown": 32,
-    }
     functions = {name: function(answer) for name, answer in answered.items()}
-    return SimpleNamespace(NVMLError=NVMLError, **constants, **functions)
+    return SimpleNamespace(NVMLError=NVMLError, **TABLES["constants"], **functions)
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, **answers: Any) -> checks.Driver:
@@ -86,12 +70,7 @@ def test_pynvml_has_every_function_used() -> None:
 @pytest.mark.parametrize(
     ("answers", "problem"),
     [
-        ({"nvmlDeviceGetRemappedRows": (0, 1, 1, 0)}, "remapped rows are pending"),
-        ({"nvmlDeviceGetRemappedRows": (0, 1, 0, 1)}, "remapping rows failed"),
-        ({"nvmlDeviceGetCurrentClocksEventReasons": 9}, "the hardware slows its clocks"),
-        ({"nvmlDeviceGetCurrentClocksEventReasons": 32}, "heat slows its clocks"),
-        ({"nvmlDeviceGetFieldValues": 1}, "the driver asks for a reset"),
-        ({"nvmlDeviceGetCurrPcieLinkWidth": 8}, "PCIe link is 8x wide of 16x"),
+        *TABLES["problems"],
         ({"nvmlInit": Exception}, "not checked, the driver does not answer: planted"),
     ],
 )
@@ -118,16 +97,7 @@ def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
     assert checks.parse_xids("", "0000:06:00") == []
 
 
-@pytest.mark.parametrize(
-    ("driver", "torchs", "nvcc", "problem"),
-    [
-        ("12.4", "12.8", "12.6", ""),  # of the same major version
-        ("13.0", "12.8", None, ""),
-        ("12.4", "13.0", None, "the driver is of CUDA 12.4, torch of 13.0"),
-        ("13.0", "13.0", "12.8", "nvcc is of CUDA 12.8, torch of 13.0"),
-        (None, "13.0", None, ""),
-    ],
-)
+@pytest.mark.parametrize(("driver", "torchs", "nvcc", "problem"), TABLES["versions"])
 def test_versions_of_cuda_must_fit(
     driver: str | None, torchs: str, nvcc: str | None, problem: str
 ) -> None:

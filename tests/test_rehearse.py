@@ -31,6 +31,7 @@ from harness.plan.model_config import find_model_config, preset_names
 from tests.real_runs import fill, imported, start
 from tests.run_tools import run_tool
 from tests.shipped import DS_CONFIGS, ranks_with_experts
+from tests.tables import beside
 from tools import rehearse
 from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed
@@ -48,6 +49,7 @@ from tools.rehearsal.stages import (
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
 LAYERS = 4
+TABLES = beside(__file__, "rehearse.toml")
 
 
 def job(
@@ -136,64 +138,33 @@ def test_shrunk_model_cuts_longrope_factors_with_the_head() -> None:
     assert small_parameters(small) < MOST_PARAMETERS
 
 
-@pytest.mark.parametrize(
-    ("keys", "problem"),
-    [
-        ({"num_hidden_layers": 2}, "hidden_size or n_embd or n_embed or d_model is missing"),
-        ({"auto_map": {}}, "its code comes with its repository"),
-    ],
-)
+@pytest.mark.parametrize(("keys", "problem"), TABLES["models"])
 def test_a_model_that_cannot_be_shrunk_says_why(keys: dict[str, Any], problem: str) -> None:
     with pytest.raises(ValueError, match=problem):
         shrunk({"model_type": "new", **keys}, LAYERS, VOCAB_SIZE)
 
 
-@pytest.mark.parametrize(
-    ("grid", "ranks", "expected"),
-    [
-        (Grid(1), None, grid_of(1, 1)),
-        (Grid(2), None, grid_of(1, 2)),
-        (Grid(64), None, grid_of(1, 4)),
-        (Grid(2, pipeline=2), None, grid_of(2, 1)),
-        (Grid(64, pipeline=2), None, grid_of(2, 2)),
-        (Grid(4, pipeline=4), None, grid_of(4, 1)),
-        (Grid(64, pipeline=4), None, grid_of(4, 2)),
-        (Grid(64, pipeline=4), 12, grid_of(4, 3)),
-        (Grid(8, tensor=8), None, grid_of(1, 1, 2)),
-        (Grid(64, pipeline=2, tensor=8), None, grid_of(2, 2, 2)),
-        (Grid(64, tensor=8), 3, r"--ranks is 3: .* multiple of 2 .*, tensor ranks 2\)"),
-        (Grid(64, pipeline=4), 6, r"--ranks is 6: .* multiple of 4 \(pipeline stages 4,"),
-        (Grid(8), 9, r"--ranks is 9: .* from 1 to 8 for --gpus 8"),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "ranks", "expected"), TABLES["ranks"])
 def test_rehearsal_keeps_stages_and_reduces_data_ranks(
-    grid: Grid, ranks: int | None, expected: Grid | str
+    sizes: dict[str, int], ranks: int | None, expected: list[int] | str
 ) -> None:
-    if isinstance(expected, Grid):
-        assert rehearsed(grid, ranks) == expected
+    grid = Grid(**sizes)
+    if isinstance(expected, list):
+        assert rehearsed(grid, ranks) == grid_of(*expected)
     else:
         with pytest.raises(ConfigError, match=expected):
             rehearsed(grid, ranks)
 
 
-@pytest.mark.parametrize(
-    ("layout", "micro", "accum", "expected"),
-    [
-        (grid_of(1, 4), 2, 1, (Grid(1), 2)),
-        (grid_of(2, 2, 2, 2), 2, 2, (Grid(1), 2)),
-        (grid_of(4, 1), 2, 4, (Grid(1), 2)),
-        (grid_of(1, 1), 1, 2, (grid_of(1, 2), 1)),
-        (grid_of(1, 1), 2, 1, (grid_of(1, 2), 1)),
-        (grid_of(1, 1), 1, 1, None),
-    ],
-)
+@pytest.mark.parametrize(("sizes", "micro", "accum", "ranks", "micro_there"), TABLES["layouts"])
 def test_another_layout_takes_the_same_batch(
-    layout: Grid, micro: int, accum: int, expected: tuple[Grid, int] | None
+    sizes: list[int], micro: int, accum: int, ranks: int, micro_there: int
 ) -> None:
+    layout = grid_of(*sizes)
     replacement = elsewhere(layout, micro, accum)
-    assert replacement == expected
-    if replacement:
-        assert (micro * accum * layout.data) % (replacement[1] * replacement[0].data) == 0
+    assert replacement == ((grid_of(1, ranks), micro_there) if ranks else None)
+    if ranks:
+        assert (micro * accum * layout.data) % (micro_there * ranks) == 0
 
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DS_CONFIGS.glob("*.json")))
@@ -282,31 +253,12 @@ def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) 
     assert "the weights of model.init_from" in made.not_rehearsed()
 
 
-_BUDGET = ["data.batching=token_budget", "data.tokens_per_batch=4096", "data.seq_len=2048"]
-_SEQUENCE = "ds.sequence_parallel_size=2"
-
-
-@pytest.mark.parametrize(
-    ("gpus", "json_name", "settings"),
-    [
-        (8, "zero2.json", ["model.lora.rank=16"]),
-        (8, "zero3.json", ["model.lora.rank=16", "model.context=32768", "data.seq_len=32768"]),
-        (8, "zero2.json", ["model.name=llama-3-8b", "model.context=32768", "model.rope=ntk"]),
-        (8, "zero2.json", ["model.name=llama-3-8b", *_BUDGET]),
-        (1, "zero2.json", ["model.name=llama-1b", *_BUDGET, "train.global_batch=2"]),
-        (8, "zero2.json", ["model.attention=longformer", "model.attention_global=64"]),
-        (8, "zero2.json", ["model.name=llama-3-8b", "model.kernels=liger"]),
-        (8, "tensor2_zero1.json", ["model.name=qwen3-30b-a3b"]),
-        (8, "3d.json", ["model.name=qwen3-30b-a3b"]),
-        (8, "tensor2_zero1.json", ["model.name=llama-3.2-3b", _SEQUENCE]),
-        (8, "tensor2_zero1.json", ["model.name=qwen2.5-7b", _SEQUENCE]),
-        (8, "tensor2_zero1.json", ["model.name=qwen3-14b", _SEQUENCE]),
-    ],
-)
+@pytest.mark.parametrize(("gpus", "json_name", "words"), TABLES["jobs"])
 def test_a_job_that_can_be_trained_is_not_refused_when_small(
-    gpus: int, json_name: str, settings: list[str], tmp_path: Path
+    gpus: int, json_name: str, words: str, tmp_path: Path
 ) -> None:
     """Neither in its own layout nor in the other one."""
+    settings = words.split()
     if "model.lora.rank=16" in settings:
         config = find_model_config("llama-3-8b")[0] | {"vocab_size": 512}
         (tmp_path / "weights").mkdir()
@@ -454,16 +406,9 @@ def test_dry_run_says_what_would_be_rehearsed() -> None:
     assert re.search(r"^it would take about \d+ min .*\(guessed\)$", done.stdout, re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("memory_mib", "more", "ranks"),
-    [
-        (140_000, (), "8 ranks = 2 stages x 2 data x 2 tensor"),
-        (140_000, ("--ranks", "16"), "16 ranks = 2 stages x 4 data x 2 tensor"),
-        (9_000, (), None),
-    ],
-)
+@pytest.mark.parametrize(("memory_mib", "more", "ranks"), TABLES["gpus"])
 def test_ranks_that_fit_a_gpu_rehearse_on_it(
-    memory_mib: int, more: tuple[str, ...], ranks: str | None, tmp_path: Path
+    memory_mib: int, more: list[str], ranks: str | None, tmp_path: Path
 ) -> None:
     tool = tmp_path / "nvidia-smi"
     gpu = "GPU 0: NVIDIA H200 (UUID: GPU-01ab)"

@@ -18,7 +18,7 @@ from harness.launch import fork_server, ranks
 from harness.launch.ranks import Ranks, ending, started
 from tests.gates import jobs
 from tests.real_runs import environment, imported, wait_for
-from tests.shipped import DS_CONFIGS
+from tests.tables import beside
 
 _ONE_FAILS = """
 import os, sys, time
@@ -109,39 +109,7 @@ def test_nothing_outlives_its_block(way: str, end: str, hangs: Path) -> None:
     beside.wait()
 
 
-# Each starts a program that hangs instead of Python, or hangs in a worker.
-USERS = {
-    "acceptance": """
-from tools import accept_gpu
-sys.exit(accept_gpu.main(["--ranks", "1"]))
-""",
-    "benchmark": """
-from harness.plan.command import DEFAULT_DS_JSON
-from tools.speed.cases import Case, measured
-measured(Case("base", {"train.micro_batch": "1"}), DEFAULT_DS_JSON, 1, 1, 1)
-""",
-    "gate": """
-from tests.gates.jobs import _launch
-_launch(None, [], Path(".."), 1, {})
-""",
-    "rehearsal": f"""
-from tools import rehearse
-json = "--deepspeed={DS_CONFIGS / "zero1.json"}"
-sys.exit(rehearse.main(["--gpus=1", "--ranks=1", "--folder=.", json]))
-""",
-    "workers": """
-import time
-from tools.workers import run_workers
-def work(item, progress):
-    Path("../pids").write_text(f"{os.getpid()}\\n")
-    time.sleep(1000)
-run_workers(work, [0], 1, lambda done: None)
-""",
-}
-SAID = {
-    "acceptance": "interrupted; all of its processes have ended",
-    "rehearsal": "interrupted; nothing was left behind",
-}
+USERS = beside(__file__, "ranks.toml")
 _USER = """
 import os, signal, sys
 from pathlib import Path
@@ -160,7 +128,7 @@ def test_processes_end_with_their_user(
 ) -> None:
     """After SIGKILL, which leaves no time for more, only those that it started itself."""
     (here := tmp_path / "here").mkdir()
-    (script := tmp_path / "user.py").write_text(_USER + USERS[user])
+    (script := tmp_path / "user.py").write_text(_USER + USERS[user]["script"])
     zygote, _ = imported()
     variables = environment(TMPDIR=str(tmp_path))
     words = [str(hangs), str(here)]
@@ -173,8 +141,9 @@ def test_processes_end_with_their_user(
         assert codes == [-signal.SIGKILL]
     else:
         errors = (tmp_path / "err").read_text()
-        assert SAID.get(user, "KeyboardInterrupt") in errors
-        assert codes == [130 if user in SAID else 1], errors
+        said = USERS[user].get("said")
+        assert (said or "KeyboardInterrupt") in errors
+        assert codes == [130 if said else 1], errors
         assert not list(here.iterdir())
 
 

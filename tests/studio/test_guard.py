@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from tests.studio.served import Studio, serving
+from tests.tables import beside
 from tools.studio import _address, _listening
 
+TABLES = beside(__file__, "guard.toml")
 PAGE, SOCKET = "/memory", "/_nicegui_ws/socket.io/?EIO=4&transport=polling"
 
 
@@ -44,22 +46,7 @@ def test_its_own_pages_are_answered(studio: Studio) -> None:
     assert ask(studio.port, sec_fetch_site="cross-site", sec_fetch_mode="navigate")[0] == 200
 
 
-NAMES = ("evil.example", "evil.example:80", "127.0.0.1.evil.example", "")
-ORIGINS = ("http://evil.example", "null", "http://localhost:8888")
-
-
-@pytest.mark.parametrize(
-    ("headers", "refusal"),
-    [
-        *(({"Host": name}, 400) for name in NAMES),  # names that resolve here: DNS rebinding
-        *(({"Origin": origin}, 403) for origin in ORIGINS),
-        # A script or an image with an address here sends no Origin.
-        *(
-            ({"sec_fetch_site": site, "sec_fetch_mode": "no-cors"}, 403)
-            for site in ("cross-site", "same-site")
-        ),
-    ],
-)
+@pytest.mark.parametrize(("headers", "refusal"), TABLES["refused"])
 def test_another_name_origin_or_site_is_refused(
     studio: Studio, headers: dict[str, str], refusal: int
 ) -> None:
@@ -82,21 +69,7 @@ def test_studio_server_accepts_only_reads(studio: Studio, method: str) -> None:
     assert ask(studio.port, PAGE, method)[0] == 405
 
 
-@pytest.mark.parametrize(
-    "path",
-    [
-        "/../../../../etc/passwd",
-        "/..%2f..%2f..%2fetc%2fpasswd",
-        "/%2e%2e/%2e%2e/etc/passwd",
-        "/_nicegui/3.0/static/../../../../../../etc/passwd",
-        "/_nicegui/3.0/static/%2e%2e%2f%2e%2e%2f%2e%2e%2fetc%2fpasswd",
-        "//etc/passwd",
-        "/static/..%5c..%5cetc%5cpasswd",
-        "/memory/../../pyproject.toml",
-        "/docs",
-        "/openapi.json",
-    ],
-)
+@pytest.mark.parametrize("path", TABLES["paths"])
 def test_studio_serves_no_path_outside_its_folders(studio: Studio, path: str) -> None:
     status, _, body = ask(studio.port, path)
     assert status == 404, body[:200]

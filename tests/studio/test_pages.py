@@ -24,6 +24,7 @@ from harness.plan.duration import step_time
 from harness.plan.make import make_plan
 from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, Table, html_of
 from tools.studio_app.page import (
@@ -51,6 +52,7 @@ from tools.studio_pages.tokenizers import operations
 from tools.studio_pages.zero import inputs_of, traffic
 
 ROOT = Path(__file__).parents[2]
+TABLES = beside(__file__, "pages.toml")
 BY_SLUG = {page.slug: page for page in PAGES}
 every_page = pytest.mark.parametrize("page", PAGES, ids=list(BY_SLUG))
 
@@ -196,14 +198,6 @@ def _of_letters(model: bytes) -> bytes:
 FAILED = RunRecord(Path("first"), "first", status={"outcome": "failed"})
 
 
-# Cached results of a page that a change of the function below would not reach.
-KEPT = {
-    "data": "trained_step",
-    "optimizers": "trajectory",
-    "precision": "gradients",
-    "tokenizers": "trained",
-    "cleaning": "cleaned",
-}
 # By page: where a function that it names is looked up, in the page or elsewhere, and its change.
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "memory": ("harness.plan.memory.estimate_memory", _larger_batch),
@@ -245,7 +239,8 @@ def test_a_page_shows_what_its_function_returns(
     assert figures_of(slug) == before, "the same settings give the same figures"
     monkeypatch.setattr(where, change(pkgutil.resolve_name(where)))
     page = pkgutil.resolve_name(f"tools.studio_pages.{slug}")
-    forget = getattr(page, KEPT[slug]).cache_clear if slug in KEPT else lambda: None
+    kept = TABLES["kept"].get(slug)
+    forget = getattr(page, kept).cache_clear if kept else lambda: None
     forget()
     try:
         assert figures_of(slug) != before
@@ -253,37 +248,20 @@ def test_a_page_shows_what_its_function_returns(
         forget()
 
 
-MODELS_FOLDER = ROOT / "tools/studio_app/models"
-
-
 @pytest.mark.parametrize(
     ("query", "keys"),
-    rest_in_gate("pages", [
-        ({"attention": "eager"}, {"model.attention": "eager"}),
-        ({"attention": "performer"}, {"model.attention": "performer"}),
-        ({"checkpointing": "reversible"}, {"model.reversible": "true"}),
-        (
-            {"checkpointing": "full", "activation_offload": "host memory"},
-            {"model.checkpointing": "full", "model.activation_offload": "true"},
-        ),
-        ({"mlp_tiles": "8"}, {"model.mlp_tiles": 8}),
-        ({"context": "32768", "seq_len": "32768"}, {"model.context": 32768, "data.seq_len": 32768}),
-        ({"lora": "16"}, {"model.lora.rank": 16, "model.init_from": "llama-3-8b"}),
-        ({"model": "lstm"}, {"model.name": "lstm"}),
-        (
-            {"model": "llama-13b", "seq_len": "2048"},
-            {"model.name": MODELS_FOLDER / "llama-13b.json", "data.seq_len": 2048},
-        ),
-        ({"optimizer": "sgd"}, {"optim.name": "sgd"}),
-    ]),
+    rest_in_gate("pages", map(tuple, TABLES["options"])),
     ids=lambda values: "-".join(values),
-)  # fmt: skip
+)
 def test_options_of_a_model_are_planned_as_on_the_command_line(
     query: dict[str, str], keys: dict[str, Any]
 ) -> None:
     """The page's memory, time and command, against the plan that the command makes."""
     defaults = {"model.name": "llama-3-8b", "data.seq_len": 4096, "train.micro_batch": 1}
-    words = [f"{key}={value}" for key, value in (defaults | keys).items()]
+    words = [
+        f"{key}={value}".replace("tools/", f"{ROOT}/tools/")
+        for key, value in (defaults | keys).items()
+    ]
     ds, problems = load_ds_json(ROOT / "ds_configs/zero3.json", ["gradient_accumulation_steps=8"])
     assert not problems
     world = World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-sxm")
@@ -305,8 +283,7 @@ def test_options_of_a_model_are_planned_as_on_the_command_line(
         assert words[:6] == ["sbatch", *booked, "slurm/train.sbatch"]
         load_run_config(None, [word for word in words[8:] if not word.startswith("ds.")])
         for key, value in (keys | more).items():
-            text = str(value).replace(f"{ROOT}/", "")
-            text = "FOLDER_OF_ITS_WEIGHTS" if key == "model.init_from" else text
+            text = "FOLDER_OF_ITS_WEIGHTS" if key == "model.init_from" else value
             assert f"{key}={text}" in words
 
 
@@ -365,18 +342,7 @@ def test_own_json_is_planned_and_its_mistakes_are_shown() -> None:
     assert "did you mean zero_optimization.stage?" in text
 
 
-@pytest.mark.parametrize(
-    ("slug", "query", "words"),
-    [
-        (
-            "zero",
-            {"seq_len": "65536"},
-            ['"Sequence length" (data.seq_len) is 65536', '"Positions"'],
-        ),
-        ("hybrid", {"seq_len": "65536"}, ["llama-65b has 2048 positions", '"Positions"']),
-        ("pipeline", {"batches": "6", "schedule": "interleaved 1F1B"}, ["6 micro-batches"]),
-    ],
-)
+@pytest.mark.parametrize(("slug", "query", "words"), TABLES["too_far"])
 def test_a_slider_too_far_is_answered_with_its_name(
     slug: str, query: dict[str, str], words: list[str]
 ) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from harness.report.chart import Scale
 from tests.browser import WIDTHS, Browser, needs_browser
+from tests.tables import beside
 from tools.sweeps.cost import Record, Used
 from tools.sweeps.page import write_sweep_page
 from tools.sweeps.spec import read_sweep
@@ -79,15 +80,7 @@ def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
     assert re.search(r"^ +1 +000 +5\.7000 +2 +true$", ranking(sweep, records), re.MULTILINE)
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "labels"),
-    [
-        (2.5e-4, 4e-4, "2.5e-4 3e-4 3.5e-4 4e-4"),
-        (3e-4, 6e-4, "5e-4"),
-        (1e-3, 1e3, "0.001 0.01 0.1 1 10 100 1,000"),
-        (1e-3, 1e4, "0.001 0.1 10 1,000"),
-    ],
-)
+@pytest.mark.parametrize(("low", "high", "labels"), beside(__file__, "page.toml")["ticks"])
 def test_a_logarithmic_axis_has_ticks(low: float, high: float, labels: str) -> None:
     ticks = Scale(low, high, log=True).ticks()
     assert [text for _, text in ticks] == labels.split()

@@ -9,12 +9,14 @@ import pytest
 from harness.errors import ConfigError
 from harness.files.paths import REPOSITORY
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tools.sweeps.cost import Record, Used, costs
 from tools.sweeps.slurm import JOB, slurm_world
 from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
 from tools.sweeps.spec import PruneSection, Sweep, read_sweep
 from tools.sweeps.text import best_command
 
+TABLES = beside(__file__, "spec.toml")
 SHIPPED = Path(__file__).parents[2] / "docs" / "sweep.toml"
 
 
@@ -28,23 +30,11 @@ def test_the_shipped_sweep_is_listed_with_its_cost() -> None:
 
 def test_sweep_problems_are_one_report(tmp_path: Path) -> None:
     file = tmp_path / "bad.toml"
-    problems = {
-        'sweep.methods = "random"': "sweep.methods (|did you mean sweep.method?",
-        "sweep.trials = -3": "sweep.trials is -3",
-        'sweep.metric = "eval_los"': "",
-        "search.optim.lrs = [1, 2]": f"optim.lrs ({file}) is not a key of the run config; did you",
-        "search.optim.lr = {from = 1.0, to = 0.1, logs = true}": "logs is not a key of a range",
-        "search.optim.eps = 3": "search.optim.eps is 3",
-        "search.train.seed = [1, -2]": "train.seed is -2",
-        "search.train.steps = [10, 20]": "train.steps is in [search] as well",
-        "train.steps = 5": "",
-        'run.dir = "x"': "run.dir is set for each trial",
-        "ds.zero_optimization.stagee = 2": "did you mean zero_optimization.stage?",
-    }
-    file.write_text("\n".join(problems))
+    lines, problems = zip(*TABLES["problems"], strict=True)
+    file.write_text("\n".join(lines))
     stderr = run_tool("sweep", file, "--dry-run", code=2).stderr
-    for problem in "|".join(problems.values()).split("|"):
-        assert problem in stderr
+    for problem in "|".join(problems).split("|"):
+        assert problem.format(file=file) in stderr
     assert "command line" not in stderr
     assert not (tmp_path / "runs").exists()
 
@@ -120,20 +110,7 @@ def test_early_stopping_has_defaults(written: str, tmp_path: Path) -> None:
     assert sweep_of(tmp_path, f"prune = {written}").settings.prune == PruneSection()
 
 
-@pytest.mark.parametrize(
-    ("slurm", "ranks"),
-    [
-        ("nodes = 2", 2),
-        ("nodes = 2, gpus-per-node = 4", 8),
-        ("gpus-per-node = 'h100:8', partition = 'gpu'", 8),
-        ("gres = 'gpu:8'", 8),
-        ("gres = 'gpu:1g.10gb:2', cpus-per-gpu = 4", 2),
-        ("gres = 'craynetwork:1'", 1),
-        ("gpus = 16", None),
-        ("gpus-per-task = 1", None),
-        ("gres = 'craynetwork:1,gpu:8'", None),
-    ],
-)
+@pytest.mark.parametrize(("slurm", "ranks"), TABLES["slurm"])
 def test_a_trial_on_slurm_is_planned_for_the_gpus_that_it_gets(
     slurm: str, ranks: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

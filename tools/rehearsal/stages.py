@@ -203,11 +203,12 @@ class Rehearsal:
         command += ["--trust-remote-code"] if self.job.trust_remote_code else []
         logs = self.folder / "logs" / "export"
         with started(command, 1, Path.cwd(), logs, self._on_device) as ranks:
-            last = ranks.wait(LIMIT_S).last_line.rpartition("; ")[2]
+            parts = ranks.wait(LIMIT_S).last_line.split("; ")
             code = ranks.processes[0].returncode
-        if code or not last.startswith("its probe loss is"):
+        loss = next((part for part in parts if part.startswith("its probe loss is")), None)
+        if code or loss is None:
             raise StageFailed(f"export_hf.py ended with code {code}", _tail(ranks))
-        return f"opens in transformers; {last}"
+        return f"opens in transformers; {loss}"
 
     def elsewhere(self) -> str:
         """Resume the interrupted run in another layout."""
