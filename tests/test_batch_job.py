@@ -9,6 +9,8 @@ from harness.runfolder import RunFolder
 from tests.tables import beside
 from tools import batch_job
 
+TABLES = beside(__file__, "batch_job.toml")
+
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -20,19 +22,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize(
-    ("words", "answer"),
-    [
-        ("--config my.toml run.dir=a run.dir=b", "{here}/b"),
-        ("--config=my.toml model.name=tiny ds.bf16.enabled=true", "{here}/from the file"),
-        ("run.dir=3", "{here}/3"),  # the preflight refuses it
-        ("run.dir=~/x", "/home/me/x"),
-        ("model.name=tiny --deepspeed ds_configs/zero3.json", ""),
-        ("--config torn.toml", ""),
-        ("--config other.toml", ""),
-        ("--config none.toml run.dir=a", "{here}/a"),
-    ],
-)
+@pytest.mark.parametrize(("words", "answer"), TABLES["folders"])
 def test_the_run_folder_is_where_train_puts_it(
     folder: Path,
     words: str,

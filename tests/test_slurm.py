@@ -14,6 +14,7 @@ import pytest
 from harness.layout.world import slurm_port
 from tests.private_slurm import Job, PrivateSlurm
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 # Replaces harness/train.py. Each start of the job does what its word says: wait for a signal
@@ -54,27 +55,7 @@ def test_the_scripts_are_clean_shell() -> None:
         assert done.returncode == 0, done.stdout
 
 
-CONTAINER = "--container-image=registry#x --container-workdir={here} --container-mounts={mounts}"
-TOKENIZE = "python {clone}/tools/tokenize_data.py --task 3 --tasks 4 data.path=x"
-
-
-@pytest.mark.parametrize(
-    ("script", "site", "start"),
-    [
-        ("sweep", "[[ -d /nowhere ]]", "python {clone}/tools/sweep.py a.toml --trial 3"),
-        ("tokenize", "[[ -d /nowhere ]]", TOKENIZE),
-        (
-            "tokenize",
-            "CONTAINER=x.sif",
-            f"apptainer exec --nv --bind {{clone}},{{here}} --pwd {{here}} x.sif {TOKENIZE}",
-        ),
-        (
-            "tokenize",
-            "CONTAINER=registry#x",
-            f"srun --ntasks=1 --cpus-per-task=8 {CONTAINER} {TOKENIZE}",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("script", "site", "start"), beside(__file__, "slurm.toml")["starts"])
 def test_a_job_starts_its_program_where_the_site_says(
     tmp_path: Path, script: str, site: str, start: str
 ) -> None:

@@ -25,6 +25,8 @@ from harness.config.ds_json import (
 from harness.errors import ConfigError, Problems
 from tests.tables import beside
 
+TABLES = beside(__file__, "ds_json.toml")
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 STAGE = "zero_optimization.stage"
 OFFLOADED = {"offload_optimizer": {"device": "cpu"}}
@@ -50,21 +52,7 @@ def test_ds_json_is_read_unchanged(tmp_path: Path) -> None:
     assert type(read_ds_json(path)["c"]) is dict
 
 
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"a": }', ["ds.json:1:7 is not valid JSON: Expecting value"]),
-        ('{\n "a": 1\n "b": 2}', ["ds.json:3:2 is not valid JSON: Expecting ',' delimiter"]),
-        ("", ["ds.json:1:1 is not valid JSON"]),
-        ("[1]", ["holds [1], not an object"]),
-        ('{"a": NaN}', ["NaN is not a valid JSON number"]),
-        ('{"a": -Infinity}', ["-Infinity is not a valid JSON number"]),
-        (None, ["there is no DeepSpeed JSON"]),
-        ('{"fp16": {"enabled": true, "enabled": false}, "a": 1, "a": 2, "fp16": {}}',
-         [f"ds.json has {key} 2 times in one object: keep one of them"
-          for key in ("enabled", "fp16", "a")]),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "expected"), TABLES["invalid"])
 def test_invalid_ds_json_is_reported_with_its_position(
     text: str | None, expected: list[str], tmp_path: Path
 ) -> None:

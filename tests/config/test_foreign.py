@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -10,44 +11,13 @@ from harness.config.ds_json import foreign_config, read_ds_json
 from harness.config.run_config import known_keys
 from harness.config.run_file import load_run_config, other_names
 from harness.errors import ConfigError
+from tests.tables import beside
 
-NEOX = """{
-  # one node
-  "pipe-parallel-size": 1,
-  "pos-emb": "rotary",
-  "seq-length": 2048,
-  "train-iters": 320000,
-  "optimizer": {"type": "Adam", "params": {"lr": 0.0006}},
-  "zero_optimization": {"stage": 1},
-}
-"""
-MEGATRON = "tensor_model_parallel_size num_layers micro_batch_size global_batch_size train_iters"
-TRAINER = json.dumps(
-    dict.fromkeys(
-        ["output_dir", "per_device_train_batch_size", "learning_rate", "save_steps", "bf16"]
-    ),
-    indent=2,
-)
-FACTORY = "model_name_or_path stage finetuning_type template dataset cutoff_len learning_rate"
-AXOLOTL = """base_model: some/model
-datasets:
-  - path: mine
-    type: alpaca
-sequence_len: 4096
-sample_packing: true
-optimizer: adamw_torch
-deepspeed: deepspeed_configs/zero2.json
-"""
-ACCELERATE = "compute_environment deepspeed_config distributed_type num_machines mixed_precision"
 MODEL = json.dumps(
     dict.fromkeys(["architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers"])
 )
 DS_JSON = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
 OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'
-
-
-def yaml(keys: str) -> str:
-    return "".join(f"{key}: 1\n" for key in keys.split())
 
 
 def problem_of(path: Path, wanted: str) -> str:
@@ -58,25 +28,15 @@ def problem_of(path: Path, wanted: str) -> str:
 
 
 @pytest.mark.parametrize("wanted", ["deepspeed", "run"])
-@pytest.mark.parametrize(
-    ("text", "name", "places"),
-    [
-        (NEOX, "a gpt-neox config", ["train_iters is train.steps", "seq_length is data.seq_len"]),
-        (yaml(MEGATRON), "a Megatron-LM config", ["global_batch_size is train.global_batch"]),
-        (TRAINER, "a config of transformers' TrainingArg", ["output_dir is run.dir"]),
-        (yaml(FACTORY), "a LLaMA-Factory config", ["cutoff_len is data.seq_len"]),
-        (AXOLOTL, "an axolotl config", ["base_model is model.init_from", "datasets is data.path"]),
-        (yaml(ACCELERATE), "a config of accelerate", ["deepspeed_config is --deepspeed"]),
-    ],
-)
+@pytest.mark.parametrize("program", beside(__file__, "foreign.toml")["programs"])
 def test_another_programs_config_is_one_line(
-    tmp_path: Path, wanted: str, text: str, name: str, places: list[str]
+    tmp_path: Path, wanted: str, program: dict[str, Any]
 ) -> None:
     path = tmp_path / "config.yml"
-    path.write_text(text)
+    path.write_text(program["text"])
     problem = problem_of(path, wanted)
-    assert problem.startswith(f"{path} is {name}")
-    for place in places:
+    assert problem.startswith(f"{path} is {program['name']}")
+    for place in program["places"]:
         assert place in problem
     assert "as keys of the run config" in problem
 

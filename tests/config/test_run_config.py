@@ -28,6 +28,9 @@ from harness.config.sections import help_texts
 from harness.errors import ConfigError, shortened
 from harness.files.forms import value_of
 from harness.plan.command import parse_command, plan_from
+from tests.tables import beside
+
+TABLES = beside(__file__, "run_config.toml")
 
 CPU = {"DS_ACCELERATOR": "cpu"}
 
@@ -57,19 +60,7 @@ def toml(tmp_path: Path) -> Callable[[str], Path]:
 # Assignments.
 
 
-@pytest.mark.parametrize(
-    ("text", "value"),
-    [
-        ("3", 3),
-        ("1e-3", 1e-3),
-        ("true", True),
-        ("[0.9, 0.99]", [0.9, 0.99]),
-        ("{factor = 2.0}", {"factor": 2.0}),
-        ('"3"', "3"),
-        *((text, text) for text in ("gpt2-124m", "/data/corpus=1.jsonl", "True", "2024-01-01", "")),
-        ("3\nother = 4", "3\nother = 4"),
-    ],
-)
+@pytest.mark.parametrize(("text", "value"), TABLES["values"])
 def test_value_is_toml_or_the_word_itself(text: str, value: Any) -> None:
     parsed = parse_value(text)
     assert parsed == value
@@ -222,19 +213,7 @@ def test_a_model_folder_of_a_run_without_its_model(tmp_path: Path) -> None:
     assert "plan.json holds no model" in report_of(f"model.name={tmp_path}")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["train.global_batch=1000000000"],
-        ["train.global_batch=2147483647"],
-        ["train.steps=9007199254740992"],
-        ["train.tokens=9007199254740992"],
-        ["eval.samples=9007199254740992"],
-        ["model.overrides.vocab_size=9000000000000000000"],
-        ["train.seed=9223372036854775807"],
-        ["optim.schedule=cosine_restarts", "optim.cycles=10000"],
-    ],
-)
+@pytest.mark.parametrize("words", TABLES["large"])
 def test_config_of_huge_valid_values_is_planned_quickly(words: list[str]) -> None:
     plan = plan_from(parse_command(words), CPU)
     recorded = json.loads(json.dumps(plan.to_json()))

@@ -21,6 +21,7 @@ from harness.guard.stop_request import STOP_SIGNALS, StopAsked, StopRequest
 from harness.guard.time_left import TimeLeft, as_seconds, slurm_seconds_left
 from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 
 # It waits where Python runs no handler, like a rank that waits for the others to join.
@@ -172,20 +173,7 @@ def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) 
     assert not TimeLeft(None, 1).is_short_of(1e9)
 
 
-@pytest.mark.parametrize(
-    ("job", "squeue", "left"),
-    [
-        ({}, "echo 1:30", None),
-        ({"SLURM_JOB_ID": "7"}, "echo 1:30", 90),
-        ({"SLURM_JOB_ID": "7"}, "exit 1", None),
-        (
-            {"SLURM_JOB_ID": "7", "SLURM_ARRAY_JOB_ID": "7", "SLURM_ARRAY_TASK_ID": "2"},
-            'if [ "$2" = --jobs=7_2 ]; then echo 1:30; else echo 1:30; echo 2:30; fi',
-            90,
-        ),
-        ({"SLURM_JOB_ID": "7", "SLURM_JOB_END_TIME": "1100"}, "exit 1", 100),
-    ],
-)
+@pytest.mark.parametrize(("job", "squeue", "left"), beside(__file__, "signals.toml")["left"])
 def test_newer_slurm_says_when_the_job_ends_and_older_is_asked(
     job: dict[str, str],
     squeue: str,

@@ -21,6 +21,7 @@ from harness.plan.text import settled, summary
 from harness.run.dry_run import dry_run
 from tests.engine.small import MODEL
 from tests.plan.plans import Planner
+from tests.tables import beside
 
 CHATS = Counts(examples=294, windows=28, is_masked=True)
 START = "data.seq_len=16 model.init_from=$small"
@@ -112,20 +113,7 @@ def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None
     assert event["message"].endswith("give data.path more text, or lower train.tokens")
 
 
-@pytest.mark.parametrize(
-    ("words", "remedy"),
-    [
-        ("train.epochs=1 train.global_batch=32", "read the 4 rows of the data 8 times, not 1 ..."),
-        ("train.epochs=1 train.global_batch=32", "...: set train.global_batch=4"),
-        (
-            "train.epochs=2 train.global_batch=5 train.micro_batch=5",
-            "...: set train.global_batch=4",
-        ),
-        ("train.epochs=0.5 train.global_batch=4", "...: set train.global_batch=2"),
-        ("RANKS=8 train.epochs=1 train.global_batch=8", "...: use at most 4 data ranks"),
-        ("train.epochs=1 train.global_batch=4", ""),
-    ],
-)
+@pytest.mark.parametrize(("words", "remedy"), beside(__file__, "batches.toml")["too_much"])
 def test_a_batch_that_reads_more_than_the_epochs_is_said(
     words: str, remedy: str, planned: Planner
 ) -> None:

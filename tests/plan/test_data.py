@@ -24,6 +24,9 @@ from harness.run.resumption import foreseen
 from tests.checkpoint.small import save
 from tests.data.chat_tokenizers import STYLES, chats, tokenizer_of
 from tests.data.glancing import glances
+from tests.tables import beside
+
+TABLES = beside(__file__, "data.toml")
 
 
 def plan_of(*words: str, here: bool = True) -> Plan:
@@ -61,17 +64,7 @@ def test_a_plan_for_elsewhere_keeps_the_key(uneven: Path) -> None:
     assert plan.config.data.balance == "l"
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (
-            ["data.path=PATH", "data.balance=m"],
-            r"data\.jsonl:1: has no 'm'.*it has 'text', 'l', 'n'",
-        ),
-        (["data.path=PATH", "data.balance=n"], r"'n', which has more than 64 values"),
-        (["data.path=PATH", "data.balance=l", "data.where.l=fr"], "no record to read"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), TABLES["wrong"])
 def test_data_problems_are_named(
     words: list[str], message: str, write_jsonl: Callable[..., Path]
 ) -> None:
@@ -223,21 +216,7 @@ def test_dry_run_names_resumable_run_or_the_obstacle(tmp_path: Path) -> None:
         foreseen(plan_of(words[0], "train.steps=12"))
 
 
-@pytest.mark.parametrize(
-    ("source", "problem"),
-    [
-        ("run@9", "no step 9, only step-00000002: write {run}@2"),
-        ("run@latest", "has no checkpoint: write {run}"),
-        ("run/checkpoints", "has no checkpoint: write {run}"),
-        ("run/checkpoints/step-00000002", "has no checkpoint: write {run}@2"),
-        ("run/export", "has no checkpoint: write {run}"),
-        ("runs", "has no checkpoint: there is no folder {run}s; did you mean {run}?"),
-        ("weights", "but weights: set model.init_from={run}/../weights to start a new run"),
-        ("trainer", "python tools/import_checkpoint.py {run}/../trainer --out runs/NEW, and"),
-        ("new", "is run.dir itself: give the branch its own run.dir"),
-        ("run", "its step 2 is beyond train.steps=1: raise it, or name an earlier step"),
-    ],
-)
+@pytest.mark.parametrize(("source", "problem"), TABLES["branches"])
 def test_a_dry_run_refuses_a_branch_as_the_run_does(
     source: str, problem: str, tmp_path: Path
 ) -> None:

@@ -24,6 +24,7 @@ from harness.run.dry_run import DryRun, dry_run
 from tests.plan.plans import Planner
 from tests.plan.test_ds_shapes import SHAPES
 from tests.real_runs import TRAIN, environment
+from tests.tables import beside
 from tools.cluster.ask import question_of
 from tools.plan_cluster import _parser
 
@@ -54,34 +55,7 @@ def test_launcher_arguments_are_accepted(flag: str) -> None:
     assert parse_command(flag.split()).local_rank == 3
 
 
-UNKNOWN = "unrecognized arguments: "
-
-
-@pytest.mark.parametrize(
-    ("words", "code", "error"),
-    [
-        ("--nonsense", 2, f"{UNKNOWN}--nonsense\n"),
-        ("--dry", 2, "\n"),
-        ("--config", 2, "\n"),
-        ("--config a.toml --config b.toml", 2, "--config is given twice, a.toml and b.toml: use"),
-        ("--gpus 4", 2, "add --dry-run"),
-        ("--json --show 3", 2, "only a dry run takes --json, --show: add --dry-run"),
-        ("--dry-run --show -1", 2, "--show -1: it must be at least 1"),
-        ("--dry-run --gpus-per-node 4", 2, "--gpus-per-node 4: add --gpus"),
-        ("--dry-run --gpus-per-node 4 --gpu h100-80", 2, "--gpus-per-node 4: add --gpus"),
-        ("--deepspeed_config x.json", 2,
-         f"{UNKNOWN}--deepspeed_config; did you mean --deepspeed?\n"),
-        ("--deepspeed_config=x.json", 2,
-         f"{UNKNOWN}--deepspeed_config=x.json; did you mean --deepspeed?\n"),
-        ("--dry_run --qqq", 2, f"{UNKNOWN}--dry_run; did you mean --dry-run?, --qqq\n"),
-        ("--steps=10", 2, f"{UNKNOWN}--steps=10 (write train.steps=VALUE)\n"),
-        ("--micro-batch=1", 2, f"{UNKNOWN}--micro-batch=1 (write train.micro_batch=VALUE)\n"),
-        ("--num_gpus=2", 2,
-         f"{UNKNOWN}--num_gpus=2 (a launcher option: put it before harness/train.py)\n"),
-        ("--help", 0, "deepspeed harness/train.py --deepspeed ds_configs/zero3.json"),
-        ("--keys", 0, "optim.lr = 0.003"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("words", "code", "error"), beside(__file__, "make.toml")["answers"])
 def test_help_and_usage_errors_exit_with_a_text(
     words: str, code: int, error: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -292,15 +266,7 @@ def test_a_cluster_that_is_too_small_gets_changes_that_help() -> None:
 
 def test_two_changes_make_8b_fit_on_eight_cards_of_24_gib() -> None:
     """Neither does alone. Both are possible, and come before other lengths and more GPUs."""
-    words = [
-        "--dry-run",
-        "--gpus",
-        "8",
-        "--gpu",
-        "rtx-4090",
-        "--deepspeed",
-        "ds_configs/zero3.json",
-    ]
+    words = ["--dry-run", "--gpus=8", "--gpu=rtx-4090", "--deepspeed=ds_configs/zero3.json"]
     words += ["model.name=llama-3-8b", "data.seq_len=4096"]
     seen = _elsewhere(words)
     assert (seen.fits, seen.code) == (False, ExitCode.DOES_NOT_FIT)

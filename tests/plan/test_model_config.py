@@ -13,6 +13,7 @@ from harness.files import hub
 from harness.plan import model_config
 from harness.plan.model_config import find_model_config, load_model_config, preset_names
 from tests.engine.small import MODEL
+from tests.tables import beside
 
 Config = dict[str, Any]
 LLAMA: Config = {"model_type": "llama", "hidden_size": 64, "rope_parameters": {"rope_theta": 1e4}}
@@ -106,17 +107,7 @@ def test_missing_weights_folder_is_not_taken_for_a_preset(
 RECURRENT = {"model_type": "recurrent", "vocab_size": 512, "hidden_size": 64}
 
 
-@pytest.mark.parametrize(
-    ("changes", "expected"),
-    [
-        ({"hidden_size": "64"}, "hidden_size (SOURCE) is '64': it must be an integer of at"),
-        ({"hidden_size": [64]}, "hidden_size (SOURCE) is [64]: it must be an integer of at"),
-        ({"cell": "rnn"}, "cell (SOURCE) is 'rnn': it must be one of lstm, gru"),
-        ({"cell": []}, "cell (SOURCE) is []: it must be one of lstm, gru"),
-        *(("{", "cannot be read"), ("[1]", "is not an object"), ("{}", "has no model_type")),
-        (None, "cannot be read"),
-    ],
-)
+@pytest.mark.parametrize(("changes", "expected"), beside(__file__, "model_config.toml")["broken"])
 def test_a_broken_config_is_named(tmp_path: Path, changes: Any, expected: str) -> None:
     text = changes if isinstance(changes, str) else json.dumps({**RECURRENT, **(changes or {})})
     if changes is not None:

@@ -2,7 +2,6 @@
 
 import inspect
 import json
-import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +15,10 @@ from harness.models.skeleton import hf_config
 from harness.plan.model_config import load_model_config
 from harness.plan.overrides import already_so
 from tests.engine.small import MODEL
+from tests.tables import beside
 
 Config = dict[str, Any]
-ROTARY = tomllib.loads(Path(__file__).with_name("rotary.toml").read_text("utf-8"))["refused"]
+TABLES = beside(__file__, "overrides.toml")
 YARN = '{rope_type="yarn", factor=4.0, original_max_position_embeddings=512}'
 NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 OLD = {"rope_theta": 1e6}
@@ -46,36 +46,14 @@ def problem_of(folder: Path, config: Config, *overrides: str, words: tuple[str, 
 
 
 @pytest.mark.parametrize("config", [NEW, OLD, BOTH], ids=["new", "old", "both"])
-@pytest.mark.parametrize(
-    ("word", "expected"),
-    [
-        ("rope_theta=5e6", {"rope_type": "default", "rope_theta": 5e6}),
-        ("rope_parameters.rope_theta=5e6", {"rope_type": "default", "rope_theta": 5e6}),
-        (f"rope_scaling={YARN}",
-         {"rope_type": "yarn", "rope_theta": 1e6, "factor": 4.0,
-          "original_max_position_embeddings": 512}),
-        ('rope_scaling={type="linear", factor=2.0}',
-         {"rope_type": "linear", "type": "linear", "rope_theta": 1e6, "factor": 2.0}),
-        ("rope_scaling=null", {"rope_type": "default", "rope_theta": 1e6}),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("word", "expected"), TABLES["positions"])
 def test_rotary_override_reaches_model_in_any_config_style(
     config: Config, word: str, expected: Config, tmp_path: Path
 ) -> None:
     assert hf_config(load(tmp_path, config, word)).rope_parameters == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        ({"model_type": "minimax_m2", **OLD}, "rope_theta=5e6"),
-        ({"model_type": "minimax_m2", **OLD}, 'rope_scaling={rope_type="linear", factor=2.0}'),
-        ({"model_type": "cohere2_moe", **OLD}, "rope_theta=5e6"),
-        ({"model_type": "cohere2_moe"}, "rope_parameters.rope_theta=5e6"),
-        ({"model_type": "gpt_neox", **NEW}, "rope_theta=5e6"),
-        ({"model_type": "gpt_neox", **NEW}, "partial_rotary_factor=0.5"),
-    ],
-)
+@pytest.mark.parametrize(("config", "word"), TABLES["own_reader"])
 def test_rotary_overrides_of_classes_with_a_reader_of_their_own(
     config: Config, word: str, tmp_path: Path
 ) -> None:
@@ -122,18 +100,7 @@ def test_layers_that_rotate_by_their_kind_are_overridden_by_it(tmp_path: Path) -
     assert problem.endswith("set model.overrides.rope_parameters.full_attention.rope_theta")
 
 
-@pytest.mark.parametrize(
-    ("config", "words", "expected"),
-    [
-        ({"model_type": "gpt_neox"}, ["rope_theta=5e6"],
-         "gpt_neox models do not read it: set model.overrides.rope_parameters"),
-        ({"model_type": "cohere2_moe"}, [f"rope_scaling={YARN}"],
-         "cohere2_moe models do not read it: set model.overrides.rope_parameters"),
-        ({"model_type": "recurrent"}, ["num_key_value_heads=1"], "recurrent models do not read it"),
-        ({**QWEN, "sliding_window": 8, "layer_types": ["full_attention"] * 3},
-         ["use_sliding_window=true"], "set model.overrides.layer_types"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("config", "words", "expected"), TABLES["unread"])
 def test_an_override_that_changes_nothing_is_refused(
     config: Config, words: list[str], expected: str, tmp_path: Path
 ) -> None:
@@ -143,7 +110,7 @@ def test_an_override_that_changes_nothing_is_refused(
     assert expected in problem
 
 
-@pytest.mark.parametrize(("words", "expected"), ROTARY)
+@pytest.mark.parametrize(("words", "expected"), TABLES["refused"])
 def test_a_rotary_setting_that_its_type_does_not_read_or_lacks(
     words: list[str], expected: str, tmp_path: Path
 ) -> None:
@@ -195,20 +162,7 @@ def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
     assert already_so({**MODEL, **NEW}, run) == expected
 
 
-@pytest.mark.parametrize(
-    ("config", "word"),
-    [
-        ({}, "tie_word_embeddings=true"),
-        ({}, "initializer_range=1"),
-        ({"model_type": "mistral"}, "sliding_window=8"),
-        ({"model_type": "mistral", "sliding_window": 8}, "sliding_window=null"),
-        ({"model_type": "gpt_neox"}, "rotary_emb_base=5000"),
-        ({"model_type": "qwen3_moe"}, "num_local_experts=4"),
-        ({"model_type": "qwen3_moe"}, "num_experts=4"),
-        ({"model_type": "recurrent", "cell": "gru"}, "cell=lstm"),
-        ({}, f"hidden_size={MODEL['hidden_size']}"),  # already so: what is written is built
-    ],
-)
+@pytest.mark.parametrize(("config", "word"), TABLES["read"])
 def test_overrides_that_a_model_reads_are_taken(config: Config, word: str, tmp_path: Path) -> None:
     key, _, value = word.partition("=")
     named = {"true": True, "null": None}

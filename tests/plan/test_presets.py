@@ -12,6 +12,7 @@ from harness.layout.families import FAMILIES
 from harness.layout.shape import Shape, num_parameters
 from harness.models.skeleton import hf_config, skeleton
 from harness.plan.model_config import find_model_config, preset_names, presets
+from tests.tables import beside
 
 PRESETS = preset_names()
 
@@ -82,24 +83,13 @@ def test_rotary_positions_arrive(name: str) -> None:
         assert (rope["rope_type"], rope["factor"]) == ("llama3", 32.0)
 
 
-# Values that differ from the classes' defaults, or that they lack.
-OWN_VALUES: list[tuple[str, str, Any]] = [
-    # Without its coefficient and the router's logits, transformers omits the balancing loss.
-    ("mixtral-8x7b", "router_aux_loss_coef", 0.02),
-    ("qwen3-30b-a3b", "router_aux_loss_coef", 0.001),
-    ("qwen3-235b-a22b", "router_aux_loss_coef", 0.001),
-    ("gpt-oss-20b", "router_aux_loss_coef", 0.9),
-    ("gpt-oss-120b", "router_aux_loss_coef", 0.9),
-    ("gemma-2-9b", "attn_logit_softcapping", 50.0),
-    ("gemma-2-9b", "final_logit_softcapping", 30.0),
-    ("gemma-2-9b", "layer_types", ["sliding_attention", "full_attention"] * 21),
-    *((f"mistral-{size}", "sliding_window", None) for size in ("7b-v0.3", "nemo-12b", "small-24b")),
-    *((f"qwen2.5-{size}", "rms_norm_eps", eps) for size, eps in (("7b", 1e-6), ("14b", 1e-5))),
-    ("qwen2.5-72b", "rms_norm_eps", 1e-5),
-]
+GEMMA_LAYERS = ["sliding_attention", "full_attention"] * 21
 
 
-@pytest.mark.parametrize(("name", "key", "value"), OWN_VALUES)
+@pytest.mark.parametrize(
+    ("name", "key", "value"),
+    [*beside(__file__, "presets.toml")["own_values"], ("gemma-2-9b", "layer_types", GEMMA_LAYERS)],
+)
 def test_a_preset_has_its_own_value(name: str, key: str, value: Any) -> None:
     config = hf_config(find_model_config(name)[0])
     assert getattr(config, key) == value

@@ -18,6 +18,7 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.run_tools import run_tool
 from tests.shipped import DS_CONFIGS
+from tests.tables import beside
 
 
 def plan(folder: Path, name: str = "zero3_nvme") -> Plan:
@@ -38,15 +39,7 @@ def anywhere(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpoints", "keys", "due", "is_hopeless"),
-    [
-        (5, ["save.keep=3"], 0, False),
-        (3.5, ["save.keep=3"], 4, False),
-        (1.5, ["save.keep=3"], 4, True),
-        (1.5, ["save.keep=1"], 2, True),
-        (1.5, ["save.keep=1", "save.every=0"], 0, False),  # saves once, at the end
-        (0.5, ["save.every=0"], 1, True),
-    ],
+    ("checkpoints", "keys", "due", "is_hopeless"), beside(__file__, "swap_space.toml")["disk"]
 )
 def test_a_run_needs_disk_for_one_more_checkpoint_than_it_keeps(
     checkpoints: float,

@@ -5,6 +5,8 @@ import math
 from pathlib import Path
 from typing import Any
 
+from tests.tables import beside
+
 BEGIN_S = 1_790_000_000
 
 
@@ -31,33 +33,9 @@ def line_at(step: int, attempt: int = 1, **changes: Any) -> dict[str, Any]:
 
 def plan(**optim: Any) -> dict[str, Any]:
     """Return the part of plan.json that a page shows."""
-    return {
-        "run": {
-            "model": {"name": "tiny", "attention": "sdpa"},
-            "data": {"seq_len": 128},
-            "train": {"seed": 0},
-            "optim": {"name": "adamw", "lr": 3e-4, "schedule": "cosine", "clip_norm": 1.0} | optim,
-            "log": {"every": 1},
-        },
-        "run_set": {"optim.lr": "command line", "run.dir": "command line"},
-        "deepspeed_source": "ds_configs/zero1.json",
-        "world": {"world_size": 8, "local_world_size": 8, "accelerator": "cuda", "gpu": "H100"},
-        "grid": {"data": 4, "pipeline": 1, "tensor": 2, "sequence": 1, "expert": 1},
-        "zero_stage": 1,
-        "precision": "bf16",
-        "global_batch": 8,
-        "micro_batch": 1,
-        "grad_accum": 2,
-        "total_steps": 200,
-        "predicted_step_s": 0.45,
-        "estimate": {
-            "peak_allocated_gib": 2.5,
-            "phases": {
-                "forward": {"parameters": 1.0, "logits and loss": 0.5},
-                "step": {"moments": 2},
-            },
-        },
-    }
+    content = beside(__file__, "runs.toml")["plan"]
+    content["run"]["optim"] |= optim
+    return content
 
 
 def write_run(

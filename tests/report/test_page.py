@@ -19,6 +19,7 @@ from harness.report.run_record import RunRecord, read
 from harness.report.verdicts import ending
 from tests.report.runs import line_at, plan, write_run
 from tests.run_tools import printed
+from tests.tables import beside
 
 HOSTILE = '<script>window.hacked=1</script>"><img src=x onerror=window.hacked=1>'
 
@@ -105,24 +106,7 @@ def test_nothing_in_a_record_becomes_html(tmp_path):
         assert not {"img", "onerror"} & {*elements.tags, *elements.attributes}
 
 
-RECORDS = ("status.json", "plan.json", "metrics.jsonl", "events.jsonl")
-
-
-@pytest.mark.parametrize(
-    "records",
-    [
-        {},
-        dict(zip(RECORDS, ("{", "[1]", "nothing\n", "\0\0"), strict=True)),
-        {"metrics.jsonl": '{"step": 1, "loss": 3.0}\n{"step": 2, "lo'},
-        {"metrics.jsonl": '{"step": 0, "eval_loss": 9.0}\n'},
-        {"metrics.jsonl": '{"step": "x"}\n{"step": true}\n{"step": 1e999}\n'},
-        {"plan.json": '{"run": 3, "world": [], "model_config": {"model_type": "llama"}}'},
-        {"plan.json": '{"estimate": {"phases": {"a": 1, "b": {"c": "d"}}}, "run_set": 7}'},
-        {"events.jsonl": '{"kind": 3}\n{"kind": "memory", "rows": [3, {"point": 1}]}\n'},
-        {"events.jsonl": '{"kind": "spike", "step": "x"}\n{"kind": "saved", "time": 5}\n'},
-        {"status.json": '{"outcome": [], "attempt": 1, "step": 1, "time": "yesterday"}'},
-    ],
-)
+@pytest.mark.parametrize("records", beside(__file__, "page.toml")["damaged"])
 def test_report_is_written_for_any_folder(tmp_path, records):
     folder = tmp_path / "run"
     folder.mkdir()

@@ -44,26 +44,15 @@ from harness.steps import Steps
 from tests.checkpoint.small import PROBE, manifest
 from tests.ranks import ranks
 from tests.real_runs import run_ranks, train_command
+from tests.tables import beside
 
 
 @pytest.mark.parametrize(
-    ("step", "delay", "is_busy", "longest_s", "seconds"),
-    [
-        (3, 1, False, 100.0, 2 * 20 + 150),
-        (3, 0, False, 100.0, 20 + 150),  # one rank
-        (3, 2, False, 100.0, 3 * 20 + 150),  # more than 64 ranks
-        (3, 1, True, 100.0, 2 * 20 + 250),  # the save in progress, then the last one
-        (8, 1, False, 100.0, 2 * 20 + 250),  # a save is due now
-        (7, 1, False, 100.0, 2 * 20 + 250),
-        (6, 1, False, 100.0, 2 * 20 + 150),
-        (6, 2, True, 100.0, 3 * 20 + 350),
-        (3, 1, False, 0.0, 2 * 20 + 60),  # no save has been timed yet
-        (3, 1, True, 0.0, 2 * 20 + 100),
-        (3, 1, False, 1.0, 2 * 20 + 4.5),
-    ],
+    ("step", "delay", "is_busy", "longest_s", "steps", "save_s"),
+    beside(__file__, "run.toml")["reserved"],
 )
 def test_time_limit_reserves_pending_steps_and_saves(
-    step: int, delay: int, is_busy: bool, longest_s: float, seconds: float
+    step: int, delay: int, is_busy: bool, longest_s: float, steps: int, save_s: float
 ) -> None:
     asked: list[str] = []
     run: Any = SimpleNamespace(
@@ -79,7 +68,7 @@ def test_time_limit_reserves_pending_steps_and_saves(
     )
     run._most_before_the_end_s = lambda: Run._most_before_the_end_s(run)
     for more_s, answer in ((25, []), (15, ["the time limit"])):
-        run.time_left = TimeLeft(seconds + more_s, save_bytes=2e9)
+        run.time_left = TimeLeft(20 * steps + save_s + more_s, save_bytes=2e9)
         assert Run.stop_asked(run) == answer
 
 
