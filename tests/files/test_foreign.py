@@ -15,6 +15,7 @@ import pytest
 from harness.errors import ConfigError
 from harness.files.corpus import find_corpus
 from harness.files.corpus_files import find_files
+from tests.tables import beside
 
 IDS = np.arange(70_000, dtype=np.uint16)
 
@@ -66,18 +67,7 @@ def test_the_command_of_the_message_converts(write: Callable[[Path], None], tmp_
     assert find_corpus(str(tmp_path / "NEW.jsonl")).first_document
 
 
-MDS = {"column_names": ["n", "text"], "column_encodings": ["int", "str"], "format": "mds"}
-INDEXES = {
-    "StreamingDataset(local=": {"version": 2, "shards": [MDS]},
-    'row["ids"].tolist()': {
-        "shards": [{"column_names": ["ids"], "column_encodings": ["ndarray:uint16"]}]
-    },
-    "TokensLoader(block_size=1024)": {
-        "chunks": [{"filename": "chunk-0-0.bin"}],
-        "config": {"data_format": ["no_header_tensor:3"]},
-    },
-    "row if isinstance(row, dict)": {"chunks": [], "config": {"data_format": ["str"]}},
-}
+INDEXES = beside(__file__, "foreign.toml")["indexes"]
 
 
 @pytest.mark.parametrize("code", INDEXES)
