@@ -21,6 +21,7 @@ from harness.errors import ExitCode
 from harness.files.corpus import find_corpus
 from harness.launch.ranks import forked
 from tests.real_runs import wait_for
+from tests.tables import beside
 from tools.clean_data import _tokenizer_problems, main
 from tools.slurm_queue import queued
 from tools.tokenize_data import main as tokenize
@@ -43,6 +44,7 @@ from tools.cleaning.steps import RegexWords
 NOUNS = "river engine garden letter market window forest teacher bridge kitchen".split()  # noqa: SIM905
 VERBS = "carries follows watches builds remembers crosses paints answers opens".split()  # noqa: SIM905
 PLACES = "in the old town,behind the house,with great care,of the valley,that have gone".split(",")  # noqa: SIM905
+TABLES = beside(__file__, "clean_data.toml")
 SECRETS = [
     *("jane.doe+news@mail.example-corp.co.uk", "x_1@sub.domain.org"),
     *("8.8.8.8", "203.1.113.77", "2606:4700:4700::1111"),
@@ -166,13 +168,7 @@ def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("text", "columns", "changed"),
     [
-        (None, {"rank": 7}, {}),
-        (None, {"source": "a site", "language": "en"}, {}),
-        (None, {"id": 7, "media": [7], "file_path": 7}, {}),
-        (None, {"metadata": "a string"}, {}),
-        (None, {"token_count": "12"}, {"token_count": 12}),
-        (None, {"token_count": ["twelve"]}, {"token_count": None}),
-        ("content", {"text": "Another column."}, {}),
+        *TABLES["columns"],
         (None, {"n": 2**64, "s": ["\ud800"]}, {"n": "18446744073709551616", "s": ["\\ud800"]}),
     ],
 )
@@ -207,19 +203,7 @@ def test_language_needs_its_threshold(
     assert len([*step.run([Document("A text.", "1")])]) == is_kept
 
 
-@pytest.mark.parametrize(
-    ("text", "only_public", "is_replaced"),
-    [
-        ("+49 30 12345", True, True),
-        ("+49 30", True, False),  # too few digits
-        ("+49 30 12345 12345 12345", True, False),  # too many
-        ("2606:4700:4700::1111", True, True),
-        ("fe80::1", True, False),
-        ("fe80::1", False, True),
-        ("12:30:45", True, False),
-        ("jo@sea.org", True, True),
-    ],
-)
+@pytest.mark.parametrize(("text", "only_public", "is_replaced"), TABLES["personal"])
 def test_phones_and_addresses_have_bounds(
     text: str, only_public: bool, is_replaced: bool, tmp_path: Path
 ) -> None:

@@ -2,7 +2,7 @@
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import cache
@@ -13,47 +13,21 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, 
 from transformers import PreTrainedTokenizerFast
 
 from harness.data.rendering import set_template, with_arguments
-
-WORDS = [
-    *("the", "answer", "of", "a", "question", "is", "what", "tools", "say:", "42,"),
-    *("naïve", "🙂", "{", "}", "[x]", "\n\n", "ok"),
-]
-TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "add",
-            "description": "Adds two numbers",
-            "parameters": {"type": "object", "properties": {"a": {"type": "number"}}},
-        },
-    }
-]
+from tests.tables import beside
 
 
 @dataclass(frozen=True)
 class Style:
     eos: str
-    special: tuple[str, ...]
+    special: Sequence[str]
     end: str
     """Last token of an assistant turn."""
     is_metaspace: bool = False
 
 
-STYLES = {
-    "chatml": Style("<|im_end|>", ("<|im_start|>", "<|im_end|>"), "<|im_end|>"),
-    "llama3": Style(
-        "<|end_of_text|>",
-        ("<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
-        "<|eot_id|>",
-    ),
-    "gemma": Style("<eos>", ("<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", True),
-    "mistral": Style("</s>", ("</s>", "[INST]", "[/INST]", "[TOOL_CALLS]"), "</s>", True),
-    "phi": Style(
-        "<|endoftext|>",
-        ("<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"),
-        "<|end|>",
-    ),
-}
+_TABLES = beside(__file__, "chat_tokenizers.toml")
+STYLES = {name: Style(**row) for name, row in _TABLES["styles"].items()}
+TOOLS, WORDS = _TABLES["tools"], _TABLES["words"]
 
 
 def tokenizer_of(name: str, template: str | None = None) -> PreTrainedTokenizerFast:

@@ -1,4 +1,5 @@
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ from harness.errors import ConfigError
 from harness.files.corpus import find_corpus
 from tests.data.chat_tokenizers import tokenizer_of
 
+Opened = Callable[..., Any]
+Refused = Callable[..., list[str]]
+Written = Callable[..., Path]
 WORDS = "the model reads a long question and answers it in a word or two\n"
 
 
@@ -36,8 +40,14 @@ def chatml_dir(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(folder)
 
 
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Yield a new folder for each example."""
+    return (tmp_path_factory.mktemp("example") for _ in itertools.count())
+
+
 @pytest.fixture
-def opened(tmp_path: Path, tokenizer_dir: str) -> Callable[..., Any]:
+def opened(tmp_path: Path, tokenizer_dir: str) -> Opened:
     """Return a function that opens the data of a path. Options are keys of data or of DataSpec."""
     own = {field.name for field in fields(DataSpec)}
 
@@ -82,13 +92,13 @@ def spec_of_run(tmp_path: Path, tokenizer_dir: str) -> Callable[..., DataSpec]:
 
 
 @pytest.fixture
-def opened_run(spec_of_run: Callable[..., DataSpec]) -> Callable[..., Any]:
+def opened_run(spec_of_run: Callable[..., DataSpec]) -> Opened:
     """Return a function that opens the data of a run config, given as key=value."""
     return lambda *words: built(spec_of_run(*words))
 
 
 @pytest.fixture
-def refused(opened: Callable[..., Any], tmp_path: Path) -> Callable[..., list[str]]:
+def refused(opened: Opened, tmp_path: Path) -> Refused:
     """Return a function that returns the problems with data that cannot be opened."""
 
     def problems(path: Path | None, **options: Any) -> list[str]:

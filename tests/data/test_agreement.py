@@ -1,6 +1,5 @@
 """A dry run rejects what the run rejects, in the same words, and nothing else."""
 
-import itertools
 import json
 import shlex
 from collections.abc import Iterator
@@ -67,12 +66,6 @@ _WORDS = st.tuples(
     _or_none("data.bad_rows=skip", """data.where='{language="de"}'"""),
     _or_none("data.template=chatml", "data.template=mistral", "data.format=text"),
 ).map(" ".join)
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a new folder for each example."""
-    return (tmp_path_factory.mktemp("agreement") for _ in itertools.count())
 
 
 @pytest.mark.parametrize("examples", rest_in_gate("data", [20, 1000]))

@@ -1,7 +1,6 @@
 """data.bad_rows=skip: unreadable records are skipped, counted and listed."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +12,11 @@ from harness.errors import ConfigError
 from harness.files.data_format import BadLines
 from harness.files.file_kinds import format_of
 from harness.plan.data import balanced
+from tests.data.conftest import Opened, Refused
 from tests.data.glancing import glance
 from tests.data.test_chats import BOT, USER
 from tests.files.test_contents import as_parquet
 from tests.report.runs import write_run
-
-Opened = Callable[..., Any]
-Refused = Callable[..., list[str]]
 
 SKIPS = {"bad_rows": "skip", "bad_rows_limit": 0.2}
 TEXT = "the model reads a text and learns which word follows another"

@@ -38,12 +38,6 @@ LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
 Row = tuple[tuple[int, int], ...]
 
 
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """Yield a new folder for each example."""
-    return (tmp_path_factory.mktemp("corpus") for _ in itertools.count())
-
-
 def corpus_of(folders: Iterator[Path], documents: Documents) -> Corpus:
     """Write documents that give both splits samples in every batching."""
     corpus = Corpus(next(folders), documents)

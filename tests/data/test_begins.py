@@ -22,10 +22,7 @@ from harness.files import pieces as pieces_module
 from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
-
-Opened = Callable[..., Any]
-Refused = Callable[..., list[str]]
-Written = Callable[..., Path]
+from tests.data.conftest import Opened, Refused, Written
 
 WORDS = "the model reads a long question and answers it in word or two".split()  # noqa: SIM905
 MARK = "\u2581"

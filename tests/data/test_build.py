@@ -3,9 +3,7 @@
 import hashlib
 import json
 import math
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -26,11 +24,8 @@ from harness.data.tokenizer import encode, tokenizer_hash
 from harness.errors import ConfigError
 from harness.layout.world import World
 from harness.plan.make import make_plan
+from tests.data.conftest import Opened, Refused, Written
 
-Opened = Callable[..., Any]
-Written = Callable[..., Path]
-
-Refused = Callable[..., list[str]]
 WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it", "each", "day"]
 
 

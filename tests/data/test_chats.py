@@ -1,7 +1,6 @@
 """Chats are rendered and masked turn by turn as transformers' apply_chat_template does."""
 
 import re
-from collections.abc import Callable
 from copy import deepcopy
 from functools import partial
 from pathlib import Path
@@ -22,10 +21,8 @@ from harness.data.turn_places import TurnFinder
 from harness.files.chat import Chat, chat_of, read_template
 from harness.files.turns import turn_of
 from tests.data.chat_tokenizers import STYLES, TOOLS, chats, tokenizer_of, write_chats
-
-Opened = Callable[..., Any]
-Refused = Callable[..., list[str]]
-Written = Callable[..., Path]
+from tests.data.conftest import Opened, Refused, Written
+from tests.tables import beside
 
 USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
 SYSTEM: dict[str, Any] = {"role": "system", "content": "c!"}
@@ -480,31 +477,18 @@ def test_the_runs_tokenizer_carries_the_template(
     assert len({data.fingerprint, *(other.fingerprint for other in others)}) == 3
 
 
-RAISES = "/tokenizer: TemplateError: no user here"
-
-
-def turn(content: object, role: str = "assistant", **keys: object) -> dict[str, object]:
-    return {"role": role, "content": content, **keys}
+# TOML cannot hold a lone surrogate.
+HALF_A_CHARACTER = {"name": "f", "arguments": {"a": "\ud800"}}
 
 
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        ([USER, turn(" ")], "has an empty assistant turn"),
-        ([USER, turn("b.", weight=0.5)], "a turn has weight=0.5, which must be 0 or false"),
-        ([USER], "has no assistant turn: nothing to learn"),
-        ([USER, turn("b", "it")], "has the role 'it', which is not one of"),
-        ([USER, turn(3)], "must be a string, not int"),
-        ([USER, turn([{"type": "image"}])], "a part of type image, not text"),
-        ([USER, turn([{"type": "tool_use"}])], '"tool_calls": '),
-        ([turn([{"type": "tool_result"}], "user")], '{"role": "tool"'),
-        ([USER, turn("b.", tool_calls=[3])], "a tool call must be an object, not int"),
+        *beside(__file__, "chats.toml")["refused"],
         (
-            [USER, turn("b.", tool_calls=[{"name": "f", "arguments": {"a": "\ud800"}}])],
+            [USER, {"role": "assistant", "content": "b.", "tool_calls": [HALF_A_CHARACTER]}],
             "surrogates not allowed",
         ),
-        ("a? b.", "messages must be an array of turns, not str"),
-        ([USER, BOT], RAISES),
     ],
 )
 def test_bad_conversations_are_one_line_with_a_count(
@@ -513,7 +497,7 @@ def test_bad_conversations_are_one_line_with_a_count(
     good = {"messages": [{"role": "system", "content": "s"}, USER, BOT]}
     path = write_jsonl(good, *({"messages": turns} for _ in range(30)), good)
     tokenizer = tokenizer_of("chatml")
-    if message == RAISES:
+    if turns == [USER, BOT]:
         tokenizer.chat_template = (
             "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}x"
             "{% generation %}y{% endgeneration %}"

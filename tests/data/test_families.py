@@ -18,6 +18,7 @@ from harness.data.tokenizer_files import SpecialIds
 from harness.files.chat import chat_of
 from harness.files.turns import turns_of
 from tests.data.chat_tokenizers import TOOLS
+from tests.tables import beside
 
 TEMPLATES = Path(__file__).with_name("templates")
 _TOKENS = re.compile(
@@ -81,75 +82,7 @@ def tokenizer_of(name: str) -> PreTrainedTokenizerFast:
 
 Turns = list[dict[str, Any]]
 family = pytest.mark.parametrize("name", FAMILIES)
-
-
-def user(word: str) -> dict[str, Any]:
-    return {"role": "user", "content": f"And the {word}?"}
-
-
-def said(word: str, **more: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": f"It is {word}.", **more}
-
-
-def call(word: str, number: int) -> dict[str, Any]:
-    function = {"name": "weather", "arguments": {"city": word, "days": number}}
-    return {"id": f"call{number:05}", "type": "function", "function": function}
-
-
-def called(word: str, number: int, content: str = "", **more: Any) -> dict[str, Any]:
-    calls = [call(word, number)]
-    return {"role": "assistant", "content": content, "tool_calls": calls, **more}
-
-
-def result(word: str, number: int) -> dict[str, Any]:
-    return {
-        "role": "tool",
-        "name": "weather",
-        "tool_call_id": f"call{number:05}",
-        "content": f"{word} there",
-    }
-
-
-SYSTEM = {"role": "system", "content": "Be brisk."}
-SEVERAL, MIDDLE = "calls side by side", "a system turn in the middle"
-BY_TAG = "<think>\nI {}\n</think>\n\nIt is {}."
-CONVERSATIONS: dict[str, Turns] = {
-    "single": [user("aria"), said("alto")],
-    "multi": [
-        *(SYSTEM, user("aria"), said("alto"), user("bora"), said("bach"), user("cora")),
-        said("coda"),
-    ],
-    "same words": [user("aria"), said("alto")] * 3,
-    "ends with a user": [user("aria"), said("alto"), user("bora")],
-    "thoughts": [
-        *(user("aria"), said("alto", reasoning_content="I muse upon it.")),
-        *(user("bora"), said("bach", reasoning_content="I ponder it.")),
-    ],
-    "thoughts in the text": [
-        *(user("aria"), {"role": "assistant", "content": BY_TAG.format("muse", "alto")}),
-        *(user("bora"), {"role": "assistant", "content": BY_TAG.format("pond", "bach")}),
-    ],
-    "tools": [
-        *(user("aria"), called("alto", 1), result("rain", 1), said("bach")),
-        *(user("bora"), called("coda", 2), result("snow", 2), said("dirge")),
-    ],
-    "text beside a call": [
-        *(user("aria"), called("alto", 1, "I look."), result("rain", 1), said("bach"))
-    ],
-    "thoughts and tools": [
-        *(user("aria"), called("alto", 1, reasoning_content="I muse upon it."), result("rain", 1)),
-        said("bach", reasoning_content="I ponder it."),
-    ],
-    SEVERAL: [
-        *(user("aria"), called("alto", 1, tool_calls=[call("alto", 1), call("bass", 2)])),
-        *(result("rain", 1), result("snow", 2), said("bach")),
-    ],
-    MIDDLE: [
-        *(user("aria"), said("alto"), {"role": "system", "content": "Be terse."}),
-        *(user("bora"), said("bach")),
-    ],
-}
-WITH_TOOLS = ("tools", "text beside a call", "thoughts and tools", SEVERAL)
+CONVERSATIONS: dict[str, Turns] = beside(__file__, "conversations.toml")["conversations"]
 
 
 class Read:
@@ -233,7 +166,8 @@ def words_of(turn: dict[str, Any], family: Family) -> list[str]:
 @family
 @pytest.mark.parametrize("title", CONVERSATIONS)
 def test_each_turn_is_learned_where_the_conversation_has_it(name: str, title: str) -> None:
-    turns, tools = CONVERSATIONS[title], TOOLS if title in WITH_TOOLS else None
+    turns = CONVERSATIONS[title]
+    tools = TOOLS if any("tool_calls" in turn for turn in turns) else None
     family = FAMILIES[name]
     reason = "is rejected by" if tools and family.calls == "refused" else family.refused.get(title)
     if reason:

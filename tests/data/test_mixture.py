@@ -4,7 +4,6 @@ import random
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,15 +14,16 @@ from harness.data.build import cached_fingerprint
 from harness.data.run_tokenizer import build_tokenizer
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
+from tests.data.conftest import Opened, Written
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 
 
-Opened, Mix = Callable[..., Any], Callable[..., str]
+Mix = Callable[..., str]
 
 
 @pytest.fixture
-def sources(write_jsonl: Callable[..., Path]) -> dict[str, Path]:
+def sources(write_jsonl: Written) -> dict[str, Path]:
     """Return texts, short texts and pairs that differ in their first word."""
     draw = random.Random(0)
 
@@ -77,10 +77,7 @@ def test_samples_are_those_of_the_sources_in_their_shares(opened_run: Opened, mi
 
 
 def test_the_fingerprint_is_that_of_all_sources(
-    opened_run: Opened,
-    spec_of_run: Callable[..., DataSpec],
-    mix: Mix,
-    write_jsonl: Callable[..., Path],
+    opened_run: Opened, spec_of_run: Callable[..., DataSpec], mix: Mix, write_jsonl: Written
 ) -> None:
     both = mix(long="share=1", pairs="share=1")
     assert cached_fingerprint(spec_of_run(both)) is None
@@ -181,12 +178,7 @@ DE, EN, EVEN = (
     ],
 )
 def test_sources_that_overlap_hold_out_the_same_documents(
-    opened_run: Opened,
-    write_jsonl: Callable[..., Path],
-    tmp_path: Path,
-    one: str,
-    other: str,
-    overlap: bool,
+    opened_run: Opened, write_jsonl: Written, tmp_path: Path, one: str, other: str, overlap: bool
 ) -> None:
     rows = [{"text": "a text " * 9, "l": ["de", "en"][n % 3 > 0], "n": n % 2} for n in range(200)]
     folder = tmp_path / "d"

@@ -4,7 +4,6 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,12 +18,9 @@ from harness.data.data import Data
 from harness.data.pair import IndexedTokens, join_indexed, write_indexed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
+from tests.data.conftest import Opened, Refused, Written
 from tests.data.glancing import glances
 from tests.data.number_tokenizer import write_number_tokenizer
-
-Opened = Callable[..., Any]
-Refused = Callable[..., list[str]]
-Written = Callable[..., Path]
 
 SEQ_LEN, VOCAB = 16, 8192
 

@@ -2,7 +2,6 @@
 
 import json
 import re
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from typing import Any
@@ -18,11 +17,9 @@ from harness.files.chat import Chat
 from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from tests.data.chat_tokenizers import tokenizer_of
+from tests.data.conftest import Refused, Written
 from tests.data.glancing import glance
 from tests.data.test_chats import BOT, CALLS, PROMPT, USER, without_marks
-
-Refused = Callable[..., list[str]]
-Written = Callable[..., Path]
 
 
 def test_conversations_are_not_mixed_with_other_text(

@@ -1,7 +1,6 @@
 """Samples that a run has kept: read as the run read them, mixed into other data, held out."""
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,8 +17,7 @@ from harness.errors import ConfigError
 from harness.files.kept_sample import FACTS, HELD_OUT, TRAIN, masks_of
 from harness.run import saving
 from harness.run.saving import _write
-
-Opened, Written = Callable[..., Any], Callable[..., Path]
+from tests.data.conftest import Opened, Written
 
 
 @pytest.fixture

@@ -2,7 +2,6 @@
 
 import json
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +18,11 @@ from harness.models.initialize import materialize
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from tests.data.batchings import SEQ_LEN, Corpus, Documents
+from tests.data.conftest import Opened, Written
 from tests.engine.small import MODEL
 
 BATCH = 24
 WORDS = "the model reads a long question and answers it in a word or two".split()  # noqa: SIM905
-Opened = Callable[..., Any]
 
 
 def text(draw: random.Random, words: int) -> str:
@@ -31,7 +30,7 @@ def text(draw: random.Random, words: int) -> str:
 
 
 @pytest.fixture
-def opened(opened: Opened, tmp_path: Path, write_jsonl: Callable[..., Path]) -> Opened:
+def opened(opened: Opened, tmp_path: Path, write_jsonl: Written) -> Opened:
     """Return a function that opens `texts`, or 120 pairs, some too long or without a completion."""
     draw = random.Random(0)
     pairs = [(draw.randrange(20), draw.randrange(draw.choice([4, 12, 40]))) for _ in range(120)]
@@ -161,7 +160,7 @@ def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> No
 
 
 def test_an_epoch_has_the_same_gradient_packed_padded_or_grouped(
-    opened: Opened, write_jsonl: Callable[..., Path]
+    opened: Opened, write_jsonl: Written
 ) -> None:
     """Includes documents longer than data.seq_len, and rows with several documents."""
     draw = random.Random(0)

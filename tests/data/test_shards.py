@@ -22,13 +22,15 @@ from harness.data.rendering import set_template
 from harness.data.shards import ShardedTokens, shards_of
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
 from harness.errors import ConfigError
-from harness.files.corpus import Corpus, find_corpus
+from harness.files.corpus import find_corpus
+from tests.data.conftest import Opened, Refused, Written
 from tests.real_runs import wait_for
 from tools.workers import run_workers
 
 FILES = (f"{TOKENS}.bin", f"{TOKENS}.idx", MASKS)
 WORDS = "the model reads a text and learns which word follows another, naïvely".split()  # noqa: SIM905
 LEAST = 1500
+Sharded = Callable[..., ShardedTokens]
 
 
 def words(number: int) -> str:
@@ -63,12 +65,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def expected(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> list[bytes]:
-    folder.mkdir()
-    write_tokens(corpus, tokenizer, HowEncoded(), folder, lambda line: None)
-    return [(folder / name).read_bytes() for name in FILES]
-
-
 def nothing(_: object) -> None:
     pass
 
@@ -79,37 +75,41 @@ def write_and_join(tokens: ShardedTokens) -> None:
     tokens.join(nothing)
 
 
-def assert_as_one_process_writes(tokens: ShardedTokens, folder: Path) -> None:
-    whole = expected(tokens.corpus, tokens._tokenizer, folder)
-    assert [(tokens.folder / name).read_bytes() for name in FILES] == whole
+def assert_as_one_process_writes(tokens: ShardedTokens) -> None:
+    folder = tokens.folder.with_name(f"whole {tokens.folder.name}")
+    folder.mkdir()
+    write_tokens(tokens.corpus, tokens._tokenizer, HowEncoded(), folder, lambda line: None)
+    for name in FILES:
+        assert (tokens.folder / name).read_bytes() == (folder / name).read_bytes()
 
 
-def sharded(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, folder: Path) -> ShardedTokens:
-    return ShardedTokens(corpus, tokenizer, HowEncoded(), folder, LEAST)
+@pytest.fixture
+def sharded(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Sharded:
+    """Return a function that returns the shards of a path, to be joined in a folder."""
+
+    def shards(path: Path, name: str = "joined", **options: Any) -> ShardedTokens:
+        corpus = find_corpus(str(path), **options)
+        return ShardedTokens(corpus, tokenizer, HowEncoded(), tmp_path / name, LEAST)
+
+    return shards
 
 
 @pytest.mark.parametrize("record", [a_text, a_pair, a_chat])
 def test_lines_in_shards_are_the_same_tokens(
-    record: Callable[[int], object],
-    write_jsonl: Callable[..., Path],
-    tokenizer: PreTrainedTokenizerBase,
-    tmp_path: Path,
+    record: Callable[[int], object], write_jsonl: Written, sharded: Sharded, tmp_path: Path
 ) -> None:
-    corpus = find_corpus(str(write_jsonl(*map(record, range(200)))))
-    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    tokens = sharded(write_jsonl(*map(record, range(200))))
     assert len(tokens.shards) > 8
     write_and_join(tokens)
     assert tokens.missing() == []
-    assert_as_one_process_writes(tokens, tmp_path / "whole")
+    assert_as_one_process_writes(tokens)
     assert not [path for path in tmp_path.iterdir() if "shards" in path.name]
 
 
 def test_more_shards_than_a_process_may_open_files_are_joined(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
+    sharded: Sharded, write_jsonl: Written
 ) -> None:
-    path = tmp_path / "pairs.jsonl"
-    path.write_text("\n".join(json.dumps(a_pair(number)) for number in range(500)))
-    tokens = sharded(find_corpus(str(path)), tokenizer, tmp_path / "joined")
+    tokens = sharded(write_jsonl(*map(a_pair, range(500))))
     assert len(tokens.shards) > 50
     for number in tokens.missing():
         tokens.write(number, nothing)
@@ -120,33 +120,29 @@ def test_more_shards_than_a_process_may_open_files_are_joined(
         tokens.join(nothing)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, limits)
-    assert_as_one_process_writes(tokens, tmp_path / "whole")
+    assert_as_one_process_writes(tokens)
 
 
-def test_row_groups_of_one_file_are_the_same_tokens(
-    tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_row_groups_of_one_file_are_the_same_tokens(sharded: Sharded, tmp_path: Path) -> None:
     """A row without text is reported by its position in the file, whichever shard it is in."""
     rows = [a_text(number) for number in range(200)]
     table = pyarrow.Table.from_pylist(rows)
     file = tmp_path / "rows.parquet"
     parquet.write_table(table, file, row_group_size=7, compression="none", use_dictionary=False)
-    corpus = find_corpus(str(file))
-    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    tokens = sharded(file)
     assert len(tokens.shards) > 5
     write_and_join(tokens)
-    assert_as_one_process_writes(tokens, tmp_path / "whole")
+    assert_as_one_process_writes(tokens)
 
     rows[150] = {"text": None}
     parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=7, compression="none")
-    damaged = sharded(find_corpus(str(file)), tokenizer, tmp_path / "damaged")
     with pytest.raises(ConfigError, match=r"rows\.parquet:151: "):
-        write_and_join(damaged)
+        write_and_join(sharded(file, "damaged"))
 
 
 @pytest.mark.parametrize("kept", [0.3, 0.9])
 def test_a_truncated_parquet_leaves_nothing_half_written(
-    opened: Callable[..., Any], refused: Callable[..., list[str]], tmp_path: Path, kept: float
+    opened: Opened, refused: Refused, tmp_path: Path, kept: float
 ) -> None:
     def finished() -> set[Path]:
         return {path for path in tmp_path.glob("cache/**/*") if path.suffix != ".lock"}
@@ -167,9 +163,7 @@ def test_a_truncated_parquet_leaves_nothing_half_written(
     assert finished() == before
 
 
-def test_files_are_put_together_and_large_ones_divided(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_files_are_put_together_and_large_ones_divided(tmp_path: Path, sharded: Sharded) -> None:
     folder = tmp_path / "texts"
     folder.mkdir()
     for number in range(60):
@@ -177,21 +171,19 @@ def test_files_are_put_together_and_large_ones_divided(
     (folder / "b.jsonl").write_text("".join(json.dumps(a_text(n)) + "\n" for n in range(90)))
     (folder / "c.json").write_text(json.dumps([a_text(n) for n in range(90)]))  # not line by line
     (folder / "d.csv").write_text("text\n" + "".join(f"{words(n)[:9]}\n" for n in range(9)))
-    corpus = find_corpus(str(folder))
-    shards = shards_of(corpus, LEAST)
-    assert sum(shard.num_bytes for shard in shards) == corpus.num_bytes()
+    tokens = sharded(folder)
+    shards = shards_of(tokens.corpus, LEAST)
+    assert sum(shard.num_bytes for shard in shards) == tokens.corpus.num_bytes()
     assert {len(shard.files) > 1 for shard in shards} == {True, False}
     assert len([shard for shard in shards if shard.between]) > 3
-    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
     write_and_join(tokens)
-    assert_as_one_process_writes(tokens, tmp_path / "whole")
+    assert_as_one_process_writes(tokens)
 
 
 def test_workers_that_are_killed_leave_work_that_goes_on(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+    write_jsonl: Written, sharded: Sharded
 ) -> None:
-    corpus = find_corpus(str(write_jsonl(*map(a_pair, range(400)))))
-    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    tokens = sharded(write_jsonl(*map(a_pair, range(400))))
     counts = []
     for finished in (1, 4, 9):
         child = os.fork()
@@ -207,7 +199,7 @@ def test_workers_that_are_killed_leave_work_that_goes_on(
     assert len(tokens.shards) > counts[0] > counts[1] > counts[2] > 0
     run_workers(tokens.write, tokens.missing(), 2, nothing)
     tokens.join(nothing)
-    assert_as_one_process_writes(tokens, tmp_path / "whole")
+    assert_as_one_process_writes(tokens)
 
 
 def alive(group: int) -> list[str]:
@@ -237,10 +229,10 @@ def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int]
 
 
 def test_what_another_task_has_joined_is_not_done_again(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+    tmp_path: Path, write_jsonl: Written, sharded: Sharded
 ) -> None:
-    corpus = find_corpus(str(write_jsonl(*map(a_text, range(200)))))
-    ours, theirs = (sharded(corpus, tokenizer, tmp_path / "joined") for _ in range(2))
+    path = write_jsonl(*map(a_text, range(200)))
+    ours, theirs = (sharded(path) for _ in range(2))
     for number in ours.missing():
         ours.write(number, nothing)
     assert theirs.missing() == []
@@ -252,9 +244,7 @@ def test_what_another_task_has_joined_is_not_done_again(
     assert [path.name for path in tmp_path.iterdir() if "joined" in path.name] == []
 
 
-def test_bad_lines_are_those_that_one_process_reports(
-    tmp_path: Path, tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_bad_lines_are_those_that_one_process_reports(tmp_path: Path, sharded: Sharded) -> None:
     lines = [json.dumps(a_text(n)) for n in range(300)]
     lines[3] = "{"
     lines[150] = '{"texts": "a"}'
@@ -263,29 +253,26 @@ def test_bad_lines_are_those_that_one_process_reports(
     lines[299] = '{"text": 6}'
     path = tmp_path / "bad.jsonl"
     path.write_text("\n".join(lines))
-    corpus = find_corpus(str(path))
-    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    tokens = sharded(path)
     with pytest.raises(ConfigError) as by_shards:
         write_and_join(tokens)
     with pytest.raises(ConfigError) as at_once:
-        expected(corpus, tokenizer, tmp_path / "whole")
+        assert_as_one_process_writes(tokens)
     assert by_shards.value.problems == at_once.value.problems
     assert "bad.jsonl:151" in str(by_shards.value)
 
-    skipping = find_corpus(str(path), bad_rows_limit=4)
-    tokens = sharded(skipping, tokenizer, tmp_path / "skipped")
+    tokens = sharded(path, "skipped", bad_rows_limit=4)
     write_and_join(tokens)
-    assert_as_one_process_writes(tokens, tmp_path / "without")
-    kept = [(tmp_path / name / SKIPPED).read_text() for name in ("skipped", "without")]
+    assert_as_one_process_writes(tokens)
+    kept = [(tmp_path / name / SKIPPED).read_text() for name in ("skipped", "whole skipped")]
     assert kept[0] == kept[1]
     assert json.loads(kept[0])["seen"] == 299  # one line is blank
 
 
 def test_a_conversation_among_other_text_is_seen_in_any_shard(
-    tmp_path: Path, write_jsonl: Callable[..., Path], tokenizer: PreTrainedTokenizerBase
+    write_jsonl: Written, sharded: Sharded
 ) -> None:
     records = [a_text(n) for n in range(200)]
-    corpus = find_corpus(str(write_jsonl(*records[:150], a_chat(1), *records[150:])))
-    tokens = sharded(corpus, tokenizer, tmp_path / "joined")
+    tokens = sharded(write_jsonl(*records[:150], a_chat(1), *records[150:]))
     with pytest.raises(ConfigError, match=r"data.jsonl:151: holds a conversation, but .*:1 holds"):
         write_and_join(tokens)

@@ -7,7 +7,6 @@ import re
 import socket
 import time
 import unicodedata
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -43,31 +42,12 @@ from harness.files import hub
 from harness.files import pieces as pieces_module
 from harness.files.corpus import Corpus, find_corpus
 from harness.layout.releases import is_older
+from tests.data.conftest import Written
 from tests.engine.small import MODEL
+from tests.tables import beside
 
-NASTY = [
-    "",
-    " ",
-    "  leading",
-    "trailing   ",
-    "\ttab\t\ttabs",
-    "a\r\nb\rc\n\n\n\nd",
-    "\n",
-    "\n    indented\n\t\tmore",
-    "</s>",
-    "a</s>b <unk> <s> <pad> <0x41> <0x0A>",
-    "\u2581literal\u2581 meta symbol",
-    "naïve café « quotes »",
-    "日本語のテキスト 中文 한국어",
-    "😀👩‍👩‍👧‍👦🏳️‍🌈",
-    "\0nul\x01\x7f\x85\u2028\u200b\ufeff",
-    "e\u0301 \u00e9 ﬁ ①",
-    "\ufffd\uffff\U0010ffff",
-    "x" * 10_000,
-    " " * 1001,
-    "ab" * 3000 + " " * 77 + "\t" * 33,
-    "def f(x):\n    return x  # why\n",
-]
+TABLES = beside(__file__, "tokenizer.toml")
+NASTY = [*TABLES["nasty"], "x" * 10_000, " " * 1001, "ab" * 3000 + " " * 77 + "\t" * 33]
 
 
 def texts_of(library: Data, count: int) -> list[str]:
@@ -153,9 +133,7 @@ def test_the_vocabulary_may_be_small_but_holds_the_characters(tmp_path: Path) ->
         train_tokenizer([corpus], tmp_path / "none", 300)
 
 
-def test_a_large_corpus_is_thinned(
-    write_jsonl: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_large_corpus_is_thinned(write_jsonl: Written, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write_jsonl(*({"text": f"line {n}"} for n in range(1000)))
     monkeypatch.setattr("harness.data.tokenizer.TRAINING_CHARS", 2000)
     kept = [*training_sentences([find_corpus(str(path))])]
@@ -309,20 +287,7 @@ def test_regular_files_of_a_tokenizer_are_copied_alone(kept: Path, tmp_path: Pat
 IDS = SpecialIds(bos=1, eos=2, pad=None, unk=0, special=frozenset({0, 1, 2, 7, 8}))
 
 
-@pytest.mark.parametrize(
-    ("config", "bos", "eos", "pad"),
-    [
-        ({}, 1, 2, None),
-        ({"bos_token_id": 128000, "eos_token_id": 128001}, 1, 2, None),
-        ({"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}, 1, 2, None),  # gemma's
-        ({"eos_token_id": 7, "pad_token_id": 8}, 1, 2, 8),
-        ({"eos_token_id": [7, 8]}, 1, [2, 7, 8], None),
-        ({"eos_token_id": [7, 2, 8]}, 1, [7, 2, 8], None),
-        ({"eos_token_id": [5, 128009, "x", None]}, 1, 2, None),
-        ({"eos_token_id": None, "bos_token_id": None, "pad_token_id": -1}, 1, 2, None),
-        ({"eos_token_id": "x", "pad_token_id": [7]}, 1, 2, None),
-    ],
-)
+@pytest.mark.parametrize(("config", "bos", "eos", "pad"), TABLES["special_ids"])
 def test_special_ids_are_the_tokenizers(
     config: dict[str, object], bos: int, eos: object, pad: int | None
 ) -> None:

@@ -22,20 +22,13 @@ from harness.files.corpus_files import find_files
 from harness.files.data_format import MAX_PROBLEMS, BadLines
 from harness.files.file_kinds import format_of, kind_of
 from tests.data.glancing import glance
+from tests.tables import beside
 
 TEXTS = [f'line {n}, "quoted"\nand é' + " word" * n for n in range(40)]
 RECORDS = [{"text": text, "id": n} for n, text in enumerate(TEXTS)]
 LINES = '{"text": "one line"}\n{"text": "another"}\n'
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": 2}}}
-
-
-TURNS = [
-    {"role": "system", "content": "s"},
-    {"role": "user", "content": "what is 1 + 2?"},
-    {"role": "assistant", "content": "", "tool_calls": [CALL]},
-    {"role": "tool", "content": "3"},
-    {"role": "assistant", "content": "it is 3"},
-]
+TABLES = beside(__file__, "contents.toml")
+TURNS = TABLES["turns"]
 
 
 def lines(records: list[dict[str, Any]]) -> bytes:
@@ -125,12 +118,12 @@ def test_an_array_is_read_in_blocks(
     assert documents(path) == TEXTS
 
 
-QUESTION = [{"role": "user", "content": "1 + 2?"}, {"role": "assistant", "content": "3"}]
-ADD = [{"role": "user", "content": "Add.\n\n1 2"}, QUESTION[1]]
 READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
-    ("a.txt", "one\r\ntwo\rthree\n\n é\t", {}, ["one\r\ntwo\rthree\n\n é\t"]),
-    ("a.txt", "é".encode("utf-8-sig"), {}, ["é"]),
-    ("a.jsonl", '{"text": "é"}'.encode("utf-8-sig"), {}, ["é"]),
+    *TABLES["read"]["texts"],
+    *(
+        (name, content, options, [Chat(turns)])
+        for name, content, options, turns in TABLES["read"]["chats"]
+    ),
     *(
         (name, f"\n{LINES}", {}, ["one line", "another"])
         for name in ("a.jsonl", "a.JSONL", "a.ndjson", "a.json", "A.Json")
@@ -144,20 +137,7 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
     ("a.jsonlines", LINES, {"format": "text"}, [LINES]),
     ("part-0", as_parquet([{"text": "one"}]), {"format": "parquet"}, ["one"]),
     ("a.pq", as_arrow([{"text": "one"}]), {"format": "arrow"}, ["one"]),
-    # Questions are chats with one turn.
-    ("a.jsonl", '{"instruction": "Add.", "input": "1 2", "output": "3", "id": 1}\n', {},
-        [Chat(ADD)]),
-    ("a.jsonl", '{"instruction": "1 + 2?", "input": "", "output": "3"}\n', {}, [Chat(QUESTION)]),
-    ("a.jsonl", '{"question": "1 + 2?", "answer": "3"}\n', {}, [Chat(QUESTION)]),
-    ("a.jsonl", '{"q": "1 + 2?", "a": "3", "text": "x"}\n',
-        {"columns": {"question": "q", "answer": "a"}}, [Chat(QUESTION)]),
-    # A table of one column has no separator.
-    ("a.csv", "text\none; two\nthree|four\n", {}, ["one; two", "three|four"]),
-    # Prompts are read unchanged under any name.
-    ("a.jsonl", '{"question": "1+2=", "answer": "3"}\n',
-        {"columns": {"prompt": "question", "completion": "answer"}}, ["1+2=3"]),
-    ("a.jsonl", '{"prompt": "1+2=", "completion": "3", "id": 7}\n', {}, ["1+2=3"]),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("name", "content", "options", "expected"), READ)
@@ -257,39 +237,33 @@ ZIPPED = gzip.compress(LINES.encode(), mtime=0)
 
 UNREAD = b'[{"text": "a" "b"}, ' + b" " * (1 << 17) + b"\xff"
 Refusal = tuple[str, bytes, str]
+
+
+def refusals(key: str) -> list[Refusal]:
+    rows = TABLES["refused"][key]
+    return [(name, content.encode("latin-1"), message) for name, content, message in rows]
+
+
 # Rejected when the files are located: not text, with advice.
 FOUND: list[Refusal] = [
-    ("a.json", b'{\n "text": "a"\n}\n', "is JSON, but neither an array nor one object per line"),
-    ("a.xlsx", b"PK", "pandas.read_excel"),
-    ("a.psv", b"text|n\nhello|1\n", "is a table: data.format=csv reads it"),
+    *refusals("found"),
     *((f"a.{name}", POINTER, "is a git-lfs pointer; run `git lfs pull`") for name in LFS_NAMES),
-    ("a", b"PAR1....\xff", "is a table in Parquet: data.format=parquet reads it"),
-    ("a.txt.gz", ZIPPED, "is compressed: gunzip -k FILE"),
-    ("a.txt.zst", b"\x28\xb5\x2f\xfd", "is compressed: zstd -d FILE"),
-    ("a", ZIPPED, "is compressed: gunzip -k FILE"),
-    ("a.tar", b"a", "is an archive: unpack it"),
-    ("a.npy", b"\x93NUMPY", "is an array and cannot be read: run python -c"),
-    ("a.pdf", b"%PDF-1.4", "extract its text to a .txt"),
-    ("a.png", b"\x89PNG\r\n\x1a\n\0", "is not UTF-8 text"),
-    ("a.jsonlines", LINES.encode(), "unknown suffix .jsonlines: data.format=text reads it"),
-    ("empty.txt", b"", "is empty"),
+    *((name, ZIPPED, "is compressed: gunzip -k FILE") for name in ("a", "a.txt.gz")),
 ]
 # Their first lines tell.
 FIRST: list[Refusal] = [
+    *refusals("first"),
     ("a.txt", "Über é".encode("utf-16"), "it is UTF-16: iconv -f UTF-16 -t UTF-8 FILE > NEW"),
-    ("a.txt", b"caf\xe9 au lait", "to convert Latin-1: iconv -f LATIN1"),
     ("a.txt", ZIPPED, "it is compressed: gunzip -k FILE"),
 ]
 # Rejected when they are read.
 READING: list[Refusal] = [
+    *refusals("reading"),
     ("a.jsonl", LINES.encode("utf-16"), "it is UTF-16: iconv"),
     ("a.jsonl", ZIPPED, "it is compressed: gunzip -k FILE"),
-    ("b.txt", b"fine\nalso \xe9 fine\n", "codec can't decode byte 0xe9"),
     ("a.jsonl.gz", cut(gzip.compress(lines(RECORDS))), "it is damaged or truncated: Comp"),
     ("a.jsonl.zst", cut(WRITERS["a.jsonl.zst"](RECORDS)), "Truncated"),
     ("a.json", cut(json.dumps(RECORDS).encode()), "it is not one complete JSON array: "),
-    ("a.jsonl", b'[\n{"text": "a"}\n]', "it is one JSON array: rename it to a.json"),
-    ("a.json", b'[{"text": "a"}]\n[{"text": "b"}]', "array: more follows the ] after element 1"),
     # The rest of the file is not read.
     ("a.json", UNREAD, "array: Expecting ',' delimiter in element 1"),
     ("a.parquet", cut(as_parquet(RECORDS)), "it is damaged or truncated after row 0: Parquet"),
@@ -298,12 +272,7 @@ READING: list[Refusal] = [
         (name, write([RECORDS[0], {"text": None}]), f"{name}:2: text must be a string, not NoneTy")
         for name, write in (("a.parquet", as_parquet), ("a.arrow", as_arrow))
     ),
-    ("a.csv", b'text,id\n"open,1\n', "a.csv:2: is not valid CSV: a quote that begins a column"),
-    ("a.csv", b'text,id\na,1\n"b,2\nc,3\n', "not valid CSV: nothing closes the quote of line 3"),
-    ("a.csv", b"text,id\nfine,1\nalso \xe9,2\n", "a.csv:3: is not UTF-8 text (to convert Latin"),
     ("a.csv", "text,id\na,1\n".encode("utf-16"), "it is UTF-16: iconv"),
-    ("a.csv", b"text,id\na,1\nb\nc,3\n", "a.csv:3: has 1 columns, but the first row names 2"),
-    ("a.csv", b"text,id,text,,\na,1,b,,\n", "its first row names 'text' twice: rename one of them"),
     ("a.jsonl", b'{"text": ' + b"[" * 100_000, "a.jsonl:1: is JSON that is nested too deeply"),
 ]
 
@@ -327,17 +296,7 @@ def test_a_content_is_refused_with_a_sentence(
         assert message in caught.value.problems[0]
 
 
-BAD_LINES = {
-    b'{"text": "no end"': "is not valid JSON: Expecting ',' delimiter at column 18",
-    b'["text"]': 'not list: write it as {"text": "..."}',
-    b'{"txt": "typo"}': "'txt'",
-    b'{"text": 3}': 'not int: write it as text, as in "3"',
-    b'{"prompt": "p"}': "prompt and completion, or instruction and output, ",
-    b'{"text": "t", "prompt": "p", "completion": "c"}': "either",
-    b'{"text": "\xff"}': "codec can't decode byte 0xff",
-    b'{"text": "\\ud800"}': "surrogates not allowed",
-    b'{"prompt": null, "completion": "c"}': "prompt must be a string, not NoneType",
-}
+BAD_LINES = {line.encode("latin-1"): part for line, part in TABLES["refused"]["lines"]}
 
 
 def test_every_bad_line_is_named(tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ import pytest
 from harness.errors import ConfigError
 from harness.files.corpus import find_corpus
 from harness.files.corpus_files import find_files
+from tests.files.test_corpus_files import refused
+from tests.tables import beside
 
 IDS = np.arange(70_000, dtype=np.uint16)
 
@@ -51,9 +53,7 @@ def test_the_command_of_the_message_converts(write: Callable[[Path], None], tmp_
     folder = tmp_path / "it's data"
     folder.mkdir()
     write(folder)
-    with pytest.raises(ConfigError) as caught:
-        find_files(str(folder))
-    (problem,) = caught.value.problems
+    (problem,) = refused(folder)
     assert problem.startswith(f"data.path: {folder} holds ")
     command = problem.partition(": run ")[2].partition(", and set data.path=NEW.jsonl")[0]
     command = command.replace("python", sys.executable, 1)
@@ -66,18 +66,7 @@ def test_the_command_of_the_message_converts(write: Callable[[Path], None], tmp_
     assert find_corpus(str(tmp_path / "NEW.jsonl")).first_document
 
 
-MDS = {"column_names": ["n", "text"], "column_encodings": ["int", "str"], "format": "mds"}
-INDEXES = {
-    "StreamingDataset(local=": {"version": 2, "shards": [MDS]},
-    'row["ids"].tolist()': {
-        "shards": [{"column_names": ["ids"], "column_encodings": ["ndarray:uint16"]}]
-    },
-    "TokensLoader(block_size=1024)": {
-        "chunks": [{"filename": "chunk-0-0.bin"}],
-        "config": {"data_format": ["no_header_tensor:3"]},
-    },
-    "row if isinstance(row, dict)": {"chunks": [], "config": {"data_format": ["str"]}},
-}
+INDEXES = beside(__file__, "foreign.toml")["indexes"]
 
 
 @pytest.mark.parametrize("code", INDEXES)
@@ -86,9 +75,7 @@ def test_the_index_of_another_library_is_recognised(code: str, tmp_path: Path) -
     (tmp_path / "index.json").write_text(json.dumps(INDEXES[code]))
     (tmp_path / "chunk-0-0.bin").write_bytes(bytes(8))
     for path in (tmp_path, tmp_path / "index.json"):
-        with pytest.raises(ConfigError) as caught:
-            find_files(str(path))
-        assert code in caught.value.problems[0]
+        assert code in refused(path)[0]
 
 
 def test_a_pattern_is_answered_with_its_folder(tmp_path: Path) -> None:

@@ -15,34 +15,10 @@ from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.data.glancing import glance
 from tests.files.test_contents import LINES, POINTER, TURNS, documents, lines
+from tests.tables import beside
 
-CARD = """---
-license: mit  # of all
-task_categories: [text-generation, other]
-configs:
-- config_name: default
-  data_files:
-  - split: train
-    path: data/train-*
-  - split: test
-    path:
-      - "data/test-*"
-dataset_info:
-  features:
-  - name: text
----
-# A card
-"""
-TWO_SUBSETS = """---
-configs:
-  - config_name: main
-    data_files: [{split: train, path: main/*.jsonl}, {split: test, path: 'main/held/*'}]
-  - config_name: small
-    data_dir: small
-    data_files:
-      train: a.jsonl
----
-"""
+TABLES = beside(__file__, "hub_folders.toml")
+CARD, TWO_SUBSETS = TABLES["card"], TABLES["two_subsets"]
 
 
 def fill(folder: Path, *names: str, content: str | bytes = LINES) -> Path:
@@ -120,36 +96,8 @@ def test_token_ids_lie_beside_a_card(tmp_path: Path) -> None:
             find_files(str(path))
 
 
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        (("train.jsonl", "test.jsonl"), {"train": 1, "test": 1}),
-        (("my_train.jsonl", "my-dev.v2.jsonl.gz"), {"train": 1, "validation": 1}),
-        (("a_train_en.csv", "a_test_en.csv", "b_test_b.csv"), {"train": 1, "test": 1}),
-        (("train1.csv", "train2.csv", "val.csv"), {"train": 2, "validation": 1}),
-        (("data/train/a.json", "data/b/eval/c.json"), {"train": 1, "test": 1}),
-        (
-            tuple(
-                f"{split}_{kind}-00000-of-00003.parquet"
-                for split in ("train", "test")
-                for kind in ("gen", "sft")
-            ),
-            {"train_gen": 1, "train_sft": 1, "test_gen": 1, "test_sft": 1},
-        ),
-        (("c4-train.00000-of-01024.json.gz", "c4-validation.00000-of-00008.json.gz"),
-         {"c4-train": 1, "c4-validation": 1}),
-        # Words must match completely; "test_cases" matches only beside a train split.
-        (("contest.jsonl", "latest.jsonl", "trainer.jsonl", "dévtest.jsonl"), {}),
-        (("a.jsonl", "unit_test.jsonl", "test_cases.jsonl"), {}),
-        (("train.jsonl", "test_cases.jsonl"), {"train": 1, "test": 1}),
-        (("train-00000-of-00002.jsonl", "train-00001-of-00002.jsonl", "more.jsonl"), {}),
-        # Files that are not held out are for training if no name says so.
-        (("a.jsonl", "b.jsonl", "test.jsonl"), {"train": 2, "test": 1}),
-        (("gsm8k.jsonl", "gsm8k_test.jsonl"), {"train": 1, "test": 1}),
-        (("test.jsonl",), {"test": 1}),
-    ],
-)  # fmt: skip
-def test_splits_by_name(names: tuple[str, ...], expected: dict[str, int]) -> None:
+@pytest.mark.parametrize(("names", "expected"), TABLES["splits"])
+def test_splits_by_name(names: list[str], expected: dict[str, int]) -> None:
     splits = splits_of(names, [], names, records=True).names
     assert {label: len(files) for label, files in splits.items()} == expected
 
@@ -202,25 +150,14 @@ def test_a_card_with_subsets(tmp_path: Path) -> None:
     assert read(tmp_path) == read(tmp_path, "train") == ["main/a.jsonl"]
 
 
-@pytest.mark.parametrize(
-    "configs",
-    [
-        "configs:\n- config_name: a\n  data_files: data/*.jsonl",
-        "configs:\n  - data_files:\n      - 'data/*.jsonl'\n    config_name: a",
-        'configs:\n-\n  config_name: "a"\n  data_files: ["data/*.jsonl"]',
-        "configs:\n- {config_name: a, data_files: 'data/*.jsonl'}",
-    ],
-)
+@pytest.mark.parametrize("configs", TABLES["cards"])
 def test_cards_are_written_in_many_ways(tmp_path: Path, configs: str) -> None:
     fill(tmp_path, "README.md", content=f"---\n# x\n{configs}\nlicense: mit\n---\n")
     (subset,) = subsets_of(tmp_path / "README.md")
     assert (subset.name, subset.patterns) == ("a", {"train": ["data/*.jsonl"]})
 
 
-@pytest.mark.parametrize(
-    "text", ["", "---\n", "---\nconfigs: |\n  x\n---\n", "---\nconfigs: [a\n---\n", "---\n- a\n---",
-             "---\nconfigs:\n- config_name: a\n  data_files: &x\n---\n", "# Only a page"]
-)  # fmt: skip
+@pytest.mark.parametrize("text", TABLES["others"])
 def test_other_cards_name_no_files(tmp_path: Path, text: str) -> None:
     fill(tmp_path, "README.md", content=text)
     assert subsets_of(tmp_path / "README.md") == []
@@ -228,15 +165,9 @@ def test_other_cards_name_no_files(tmp_path: Path, text: str) -> None:
 
 
 def test_patterns_name_files_and_folders() -> None:
-    for pattern in (
-        *("data/train-*", "data/*.jsonl", "**/*.jsonl", "data", "./data/", "**", "d?ta/*"),
-        *("data/**", "**.jsonl", "**/data/**/train-*", "[!a]ata/train-[0-9].jsonl"),
-    ):
-        assert matches("data/train-0.jsonl", pattern)
-    for pattern in ("*.jsonl", "data/test-*", "train-*", "dat", "", "data/train-[z-a].jsonl"):
-        assert not matches("data/train-0.jsonl", pattern)
-    for pattern in ("*", "d*", "**/data*"):  # files, not all that is in matching folders
-        assert not matches("data/train-0.jsonl", pattern)
+    for is_match, patterns in ((True, TABLES["matching"]), (False, TABLES["not_matching"])):
+        for pattern in patterns:
+            assert matches("data/train-0.jsonl", pattern) == is_match, pattern
     assert not matches("a" * 60, "*a" * 30 + "b")  # immediately
 
 
