@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from harness.config.assignments import value_as_text
 from harness.config.run_config import known_keys
+from harness.errors import ExitCode
 from harness.files.chat import Chat
 from harness.files.forms import read
 from harness.files.pieces import Ids
@@ -114,7 +115,8 @@ def planned(place: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
 @MANY
 def test_drawn_configs_are_planned_or_refused(planned: Any, count: int) -> None:
     def test(drawn: tuple[list[str], dict[str, bytes], bool]) -> None:
-        assert planned(*drawn[:2]) == 0 or not drawn[2]
+        is_planned = planned(*drawn[:2]) in (ExitCode.DONE, ExitCode.DOES_NOT_FIT)
+        assert is_planned or not drawn[2]
 
     each(count, plans(), test)
 
@@ -199,10 +201,10 @@ def main(argv: list[str]) -> int:
         "raise": lambda: 1 // 0, "wait": lambda: time.sleep(99), "exit": lambda: sys.exit("last"),
         "written": lambda: Path("left").touch(), "executed": lambda: Path(MARKER).touch(),
         "leaked": lambda: Path("copy").write_bytes(Path("secret.txt").read_bytes()),
-        "memory": lambda: [bytes(2**20) for _ in range(2**20)], "os": lambda: os._exit(3),
+        "memory": lambda: [bytes(2**20) for _ in range(2**20)], "os": lambda: os._exit(4),
     }  # fmt: skip
     actions.get(how, int)()
-    return {"leaked": 0, "code": 3}.get(how, 2)
+    return {"leaked": 0, "code": 4}.get(how, 2)
 
 
 _FAULTS = (
