@@ -1,13 +1,12 @@
 """GPUs are found under the names that people and drivers use, and under no others."""
 
 import re
-import tomllib
-from pathlib import Path
 
 import pytest
 
 from harness.estimate.hardware import GPUS, find_gpu, half_precision, known_gpu
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
 
 def test_a_key_finds_its_gpu_whose_figures_have_a_source() -> None:
@@ -16,7 +15,7 @@ def test_a_key_finds_its_gpu_whose_figures_have_a_source() -> None:
         assert "datasheet" in gpu.source or "whitepaper" in gpu.source
 
 
-NAMES = tomllib.loads(Path(__file__).with_name("hardware.toml").read_text())
+NAMES = beside(__file__, "hardware.toml")
 
 
 @pytest.mark.parametrize(("name", "key"), NAMES["found"].items())

@@ -1,6 +1,5 @@
 """Estimates against runs of the harness itself on an H200 (measured_h200.toml)."""
 
-import tomllib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from harness.estimate.step_time.step import estimate_time
 from harness.estimate.timeline import Estimate
 from harness.layout.world import World
 from harness.plan.command import Command, plan_from
+from tests.tables import beside
 
-_TABLE = Path(__file__).with_name("measured_h200.toml")
-RUNS: list[dict[str, Any]] = tomllib.loads(_TABLE.read_text(encoding="utf-8"))["run"]
+RUNS: list[dict[str, Any]] = beside(__file__, "measured_h200.toml")["run"]
 MOVED_BEFORE = {1: (20, 16), 2: (40, 8), 3: (32, 0)}
 """Bytes per parameter, by ZeRO stage, that DeepSpeed's own code moves in addition
 (engine/deepspeed_0_19/between_steps.py), in a step and for each further micro-batch: these runs

@@ -13,7 +13,10 @@ from harness.layout.adapters import Adapters
 from harness.layout.grid import Grid
 from harness.layout.shape import Tensor
 from tests.estimate.runs import run_of
+from tests.tables import beside
 from tools.memory.text import paper_bytes
+
+TABLES = beside(__file__, "states.toml")
 
 
 @pytest.mark.parametrize(("stage", "gigabytes"), [(0, 120.0), (1, 31.4), (2, 16.6), (3, 1.9)])
@@ -38,22 +41,7 @@ def test_zero_3_takes_layers_as_a_whole_but_where_it_may_not(changes, whole):
     assert not replace(run, adapters=Adapters(4)).gathers_layers
 
 
-# Bytes per parameter between steps on two ranks, without buckets, measured with DeepSpeed 0.19.8;
-# `sums` is data_types.grad_accum_dtype.
-STEADY = [
-    ("fp32", 0, None, 12.0),
-    ("fp16", 0, None, 14.0),
-    ("fp32", 1, None, 10.0),
-    ("bf16", 1, None, 8.0),
-    ("bf16", 1, "fp32", 12.0),
-    ("bf16", 2, None, 8.0),
-    ("bf16", 3, None, 8.0),
-    ("bf16", 3, "fp32", 9.0),
-    ("fp32", 3, None, 10.0),
-]
-
-
-@pytest.mark.parametrize(("precision", "stage", "sums", "per_parameter"), STEADY)
+@pytest.mark.parametrize(("precision", "stage", "sums", "per_parameter"), TABLES["between_steps"])
 def test_bytes_per_parameter_between_steps(precision, stage, sums, per_parameter):
     keys = {"stage": stage, "grad_accum_dtype": sums, "stage3_param_persistence_threshold": 0}
     run = run_of("llama-1b", precision, **keys)
@@ -62,19 +50,7 @@ def test_bytes_per_parameter_between_steps(precision, stage, sums, per_parameter
 
 
 @pytest.mark.parametrize(
-    ("precision", "stage", "sums", "offload", "expected", "in_pipeline"),
-    [
-        ("fp32", 0, None, "none", "none", "none"),
-        ("bf16", 0, None, "none", "FP16_Optimizer", "BF16_Optimizer"),
-        ("fp16", 0, None, "none", "FP16_Optimizer", None),
-        ("bf16", 1, None, "none", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer"),
-        ("fp16", 1, None, "none", "DeepSpeedZeroOptimizer", "DeepSpeedZeroOptimizer"),
-        ("bf16", 1, "fp32", "none", "BF16_Optimizer", "BF16_Optimizer"),
-        ("bf16", 1, "fp32", "cpu", "DeepSpeedZeroOptimizer", None),
-        ("fp16", 1, "fp32", "none", "DeepSpeedZeroOptimizer", None),
-        ("bf16", 2, "fp32", "none", "DeepSpeedZeroOptimizer", None),
-        ("bf16", 3, "fp32", "none", "DeepSpeedZeroOptimizer_Stage3", None),
-    ],
+    ("precision", "stage", "sums", "offload", "expected", "in_pipeline"), TABLES["classes"]
 )
 def test_the_class_that_deepspeed_uses(precision, stage, sums, offload, expected, in_pipeline):
     keys = {"precision": precision, "stage": stage, "grad_accum_dtype": sums, "device": offload}
@@ -177,22 +153,9 @@ def test_frozen_weights_are_not_in_a_checkpoint_of_adapters():
     assert checkpoint_bytes(run) == 12 * run.trained
 
 
-@pytest.mark.parametrize(
-    ("grid", "secondary_ranks", "count"),
-    [
-        (Grid(1), 1, 1),
-        (Grid(8), 1, 2),
-        (Grid(8), 4, 3),
-        (Grid(8, pipeline=2), 1, 4),
-        (Grid(8, tensor=2), 1, 4),
-        (Grid(8, sequence=2), 1, 4),
-        (Grid(8, expert=2), 1, 4),
-        (Grid(8, tensor=2, pipeline=2), 1, 6),
-        (Grid(64, tensor=2, pipeline=4), 1, 6),
-    ],
-)
-def test_communicators_are_counted(grid, secondary_ranks, count):
-    assert communicators(grid, secondary_ranks) == count
+@pytest.mark.parametrize(("axes", "secondary_ranks", "count"), TABLES["communicators"])
+def test_communicators_are_counted(axes, secondary_ranks, count):
+    assert communicators(Grid(**axes), secondary_ranks) == count
 
 
 def test_overlap_doubles_the_bucket():

@@ -64,64 +64,28 @@ from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
 from harness.launch.ranks import REPOSITORY
+from tests.tables import beside
 
-# Keys that DeepSpeed reads with a default of None and without an annotation of their type.
-TYPES: dict[str, list[str]] = {
-    "train_batch_size": ["integer"],
-    "train_micro_batch_size_per_gpu": ["integer"],
-    "gradient_accumulation_steps": ["integer"],
-    "steps_per_print": ["integer"],
-    "vocabulary_size": ["integer"],
-    "pipeline.stages": ["integer", "string"],
-    "pipeline.use_reentrant": ["boolean"],
-    "activation_checkpointing.number_checkpoints": ["integer"],
-    "data_types.keep_in_fp32_modules": ["string", "array"],
-    "torch_autocast.lower_precision_safe_modules": ["array"],
-    "autotuning.arg_mappings": ["object"],
-    "autotuning.max_train_batch_size": ["integer"],
-    "autotuning.model_info": ["object"],
-    "data_efficiency.data_sampling.dynamic_batching.max_batch_size": ["integer"],
-    "datastates_ckpt": ["object", "boolean"],
-}
-# Additional types that the harness accepts: it splits pipeline stages itself, optionally from a
-# list of decoder layers per stage.
-WIDENED = {"pipeline.partition": ["array"]}
-# Keys of the harness in DeepSpeed's sections.
-OURS = {"tensor_parallel.sequence_parallel": {"type": ["boolean", "null"], "default": None}}
-# Minimum values that DeepSpeed asserts outside its parsers.
-MINIMUM = {
-    "train_batch_size": 1,
-    "train_micro_batch_size_per_gpu": 1,
-    "gradient_accumulation_steps": 1,
-}
-# Numbers that DeepSpeed divides by: values must be above these.
-ABOVE = {"gradient_predivide_factor": 0}
+Node = dict[str, Any]
+
+_TABLES = beside(__file__, "generate_ds_keys.toml")
+TYPES: dict[str, list[str]] = _TABLES["types"]
+WIDENED: dict[str, list[str]] = _TABLES["widened"]
+OURS: dict[str, Node] = _TABLES["ours"]
+MINIMUM: dict[str, int] = _TABLES["minimum"]
+ABOVE: dict[str, int] = _TABLES["above"]
+READ_ELSEWHERE: dict[str, Any] = _TABLES["read_elsewhere"]
+FREE: list[str] = _TABLES["free"]
 # Strings that DeepSpeed checks in its parsers.
 _DTYPES = sorted({name for dtype in DtypeEnum for name in dtype._all_values[1:]})
 CHOICES: dict[str, list[str]] = {
-    "communication_data_type": ["fp16", "bf16", "fp32"],
-    "seq_parallel_communication_data_type": ["fp16", "bf16", "fp32"],
     "gradient_allreduce_op": list(GRADIENT_ALLREDUCE_OP_SUPPORTED),
-    "data_types.grad_accum_dtype": _DTYPES,
-    "data_types.param_dtype": _DTYPES,
-    "data_types.buffer_dtype": _DTYPES,
-    "torch_autocast.dtype": _DTYPES,
+    **{key: ["fp16", "bf16", "fp32"] for key in _TABLES["with_communicated_dtype"]},
+    **dict.fromkeys(_TABLES["with_dtype"], _DTYPES),
 }
-# Keys that the engine reads outside its config class.
-READ_ELSEWHERE: dict[str, Any] = {"sequence_parallel_size": 1, "vocabulary_size": None}
-# Sections in which a plug-in or the user adds keys.
-FREE = (
-    "optimizer.params",
-    "scheduler.params",
-    "data_efficiency.data_sampling.curriculum_learning",
-    "data_efficiency.data_sampling.dynamic_batching",
-    "data_efficiency.data_routing.random_ltd",
-)
 
 
 # A key or a section of the table, from a config model, an annotation or values.
-
-Node = dict[str, Any]
 
 _JSON_TYPES: dict[Any, str] = {
     bool: "boolean",
@@ -336,8 +300,6 @@ _OPTIMIZERS: dict[str, tuple[type, ...]] = {
     "sgd": (torch.optim.SGD,),
     "adafactor": (torch.optim.Adafactor,),
 }
-# From MuonWithAuxAdam, except its two learning rates: optim.lr has another scale.
-_MUON = {"momentum": 0.95, "betas": [0.9, 0.95], "eps": 1e-10, "weight_decay": 0}
 _SCHEDULERS = (WarmupLR, WarmupDecayLR, WarmupCosineLR)
 _LEARNED = ("lr", "betas", "eps", "momentum", "weight_decay")
 _SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio")
@@ -349,13 +311,9 @@ def optimizer_defaults() -> dict[str, dict[str, Any]]:
     for name, classes in _OPTIMIZERS.items():
         first, *others = [_defaults(kind, _LEARNED) for kind in classes]
         assert all(first == defaults_ for defaults_ in others), f"{name}: {first}, {others}"
-        defaults[name] = {key: value for key, value in first.items() if key in _taken(name)}
-    return {**defaults, "muon": _MUON}
-
-
-def _taken(name: str) -> tuple[str, ...]:
-    """Return the parameters to include; Adafactor's eps is left out because it is a pair."""
-    return tuple(key for key in _LEARNED if (name, key) != ("adafactor", "eps"))
+        defaults[name] = first
+    del defaults["adafactor"]["eps"]  # because it is a pair
+    return {**defaults, "muon": _TABLES["muon"]}
 
 
 def scheduler_defaults() -> dict[str, dict[str, Any]]:

@@ -9,6 +9,7 @@ from typing import Any
 
 from harness.launch.ranks import REPOSITORY
 from harness.layout.world import find_accelerator
+from tests.tables import beside
 from tools.speed.cases import Case, measured
 
 STEPS = 3  # Adam allocates its moments in the first, ZeRO 3 knows its parameter order after it
@@ -54,38 +55,9 @@ class GpuCase:
         return REPOSITORY / "ds_configs" / f"{self.json}.json"
 
 
-_FULL = "model.checkpointing=full"
-_TWELVE = "model.overrides.num_hidden_layers=12"
-_EIGHT = "model.overrides.num_hidden_layers=8"
-_SGD = "optim.name=sgd"
-_DRY = "model.dropout=0"  # GPT-2's own is 0.1, which the estimate only approximates
 GPU_CASES = [
-    GpuCase("gpt2-124m", "fp32", 1024, 8, (_DRY,)),
-    GpuCase("gpt2-124m", "zero0", 1024, 8, (_DRY,)),
-    GpuCase("gpt2-124m", "fp16", 1024, 16, (_DRY,)),
-    GpuCase("gpt2-124m", "zero1", 512, 32, (_DRY,)),
-    GpuCase("llama-1b", "zero1", 2048, 4),
-    GpuCase("llama-1b", "zero1", 2048, 4, (_FULL,)),
-    GpuCase("llama-1b", "zero1", 2048, 2, ("model.attention=eager",)),
-    GpuCase("llama-1b", "zero1", 2048, 4, ("model.attention=varlen",)),
-    GpuCase("llama-1b", "zero1", 8192, 1),
-    GpuCase("llama-1b", "zero1", 32768, 1, (_FULL,)),
-    GpuCase("llama-1b", "fp16", 2048, 4),
-    GpuCase("llama-1b", "zero2", 4096, 2),
-    GpuCase("llama-1b", "zero2", 4096, 2, ("ds.gradient_accumulation_steps=4",)),
-    GpuCase("llama-1b", "zero2_bf16_states", 4096, 2),
-    GpuCase("llama-1b", "zero2_offload", 4096, 2),
-    GpuCase("llama-1b", "zero2_offload", 4096, 2, ("ds.gradient_accumulation_steps=4",)),
-    GpuCase("llama-1b", "zero3", 4096, 2),
-    GpuCase("llama-1b", "zero3", 4096, 2, ("ds.gradient_accumulation_steps=4",)),
-    GpuCase("llama-1b", "zero3", 16384, 1, (_FULL,)),
-    GpuCase("llama-1b", "zero3_offload", 4096, 4, (_FULL,)),
-    GpuCase("olmo2-7b", "zero1", 2048, 1, (_EIGHT,)),
-    GpuCase("qwen3-8b", "zero1", 4096, 1, (_TWELVE, _FULL)),
-    GpuCase("qwen3-8b", "zero3", 4096, 1, (_TWELVE,)),
-    GpuCase("qwen3-8b", "zero3_offload", 16384, 1, (_TWELVE, _FULL)),
-    GpuCase("llama-3-8b", "zero2_bf16_states", 2048, 1, (_FULL, _SGD)),
-    GpuCase("qwen3-8b", "zero3", 4096, 1, (_FULL, _SGD)),
+    GpuCase(model, json_name, seq_len, micro_batch, tuple(more))
+    for model, json_name, seq_len, micro_batch, *more in beside(__file__, "gpu_memory.toml")["runs"]
 ]
 
 

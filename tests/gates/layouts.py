@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from harness.layout.grid import axes_json
+from tests.tables import beside
 
 Json = dict[str, Any]
 
@@ -130,62 +131,21 @@ def precision_sections(precision: str, scaling: Json) -> Json:
 def names(patterns: str) -> list[str]:
     """Return names from patterns: "tensor{2,4}_zero1 zeropp" stands for three."""
     split = (re.split(r"[{}]", pattern) for pattern in patterns.split())
-    return ["".join(name) for parts in split for name in itertools.product(*map(_choices, parts))]
-
-
-def _choices(part: str) -> list[str]:
-    return part.split(",")
+    choices = ([part.split(",") for part in parts] for parts in split)
+    return ["".join(name) for parts in choices for name in itertools.product(*parts)]
 
 
 AXES = {"pipe": "pipeline", "tensor": "tensor", "sequence": "sequence", "expert": "expert"}
-RECOMPUTED: dict[str, Json] = {
-    "full": {"checkpointing": "full"},
-    "every2": {"checkpointing": 2},
-    "selective": {"checkpointing": "selective"},
-    "offloaded": {"checkpointing": "full", "activation_offload": True},
-    "tiled": {"mlp_tiles": 3},
-    "all": {"checkpointing": "selective", "activation_offload": True, "mlp_tiles": 2},
-}
+_TABLES = beside(__file__, "layouts.toml")
+RECOMPUTED: dict[str, Json] = _TABLES["recomputed"]
 """Recomputed or host-offloaded activations."""
-KINDS: dict[str, Json] = {
-    "longformer": {"attention_window": 6, "attention_global": 2},
-    "strided": {"attention_window": 4},
-    "linformer": {"attention_window": 6, "attention_features": 2},
-    "performer": {"attention_features": 16},
-    "reformer": {"attention_buckets": 4, "attention_window": 4},
-}
+KINDS: dict[str, Json] = _TABLES["kinds"]
 """Approximate kinds of attention."""
 HOW: dict[str, Json] = {
-    "compiled": {"compiled": True},
-    "varlen": {"varlen": True},
-    "whole": {"whole_residuals": True},
-    "chunked": {"loss_chunk": 48},  # does not divide the vocabulary evenly
-    "reversible": {"model": {"reversible": True}},
-    "tied": {"model": {"overrides": {"tie_word_embeddings": True}}},
+    **_TABLES["how"],
     **{name: {"model": keys} for name, keys in RECOMPUTED.items()},
     **{name: {"model": {"attention": name, **sizes}} for name, sizes in KINDS.items()},
 }
 """Words of a name that change what each rank computes."""
-_CPU = {"device": "cpu", "pin_memory": False}
-_STATES = {"offload_optimizer": _CPU}
-_ON_NVME = {
-    "stage3_param_persistence_threshold": 64,
-    "sub_group_size": 300_000,  # on two ranks, all sub-groups but the last fill a file
-    "offload_optimizer": {"device": "nvme", "nvme_path": "auto", "pin_memory": False},
-    "offload_param": _CPU,
-}
-ENDS: dict[str, Json] = {
-    **{f"zero{stage}": {"stage": stage} for stage in range(4)},
-    "zero1_offload": {"stage": 1, "more": _STATES},
-    "zero2_offload": {"stage": 2, "more": _STATES},
-    "zero3_offload_states": {"stage": 3, "more": _STATES},
-    "zero3_offload": {"stage": 3, "more": {**_STATES, "offload_param": _CPU}},
-    # Each node of two ranks has a second copy of the weights.
-    "zeropp": {"stage": 3, "more": {"zero_hpz_partition_size": 2}},
-    "zero3_default": {"stage": 3, "sized": False},  # so small that every rank keeps all of it whole
-    **{f"zero{stage}_bf16_sums": {"stage": stage, "bf16_sums": True} for stage in (1, 3)},
-    **{f"zero{stage}_bf16_states": {"stage": stage, "has_bf16_states": True} for stage in (2, 3)},
-    # Only if DeepSpeed's asynchronous I/O (libaio) can be compiled.
-    "zero3_nvme": {"stage": 3, "more": _ON_NVME},
-}
+ENDS: dict[str, Json] = _TABLES["ends"]
 """ZeRO's stages with their options."""

@@ -90,7 +90,7 @@ def tried(main: str, argv: list[str], limit_s: float = 60) -> tuple[int | None, 
         faults.append("executed")
     elif changed and (
         (code == ExitCode.BAD_CONFIG and "\nstep " not in text)  # a run leaves its records
-        or (code == 0 and "--dry-run" in argv)
+        or (code in (ExitCode.DONE, ExitCode.DOES_NOT_FIT) and "--dry-run" in argv)
     ):
         faults.append(f"written: {', '.join(changed[:3])}")
     if leaks := [name for name in changed if _holds_secret(Path(name))]:

@@ -24,6 +24,7 @@ from tests.inputs.rule import GATE, MANY, MARKER, SECRET, each, keeps_the_rule
 from tests.inputs.test_configs import TURNS
 from tests.inputs.values import LFS_POINTER, encoded
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, write_corpus
+from tests.tables import beside
 
 # Without a watchdog, which would end this process long after a run that failed.
 _RUN = [*SHORT_RUN, "ds.zero_optimization.reduce_bucket_size=1000000", "data.held_out=0.2",
@@ -32,31 +33,12 @@ _SHARED = [*_RUN, *SMALL_MODEL, "data.cache_dir=cache", "save.every=1", "data.pa
 _NEW = [*_RUN, "train.steps=1", "run.dir=new"]
 _DATA = [*_NEW, *SMALL_MODEL, "data.tokenizer=run/tokenizer", "data.cache_dir=new-cache"]
 _MODEL = [*_NEW, "data.cache_dir=cache", "data.path=corpus"]
+_BASES = {"data": _DATA, "model": _MODEL, "shared": _SHARED, "none": []}
 # Commands that read valid inputs: the files to spoil, and the arguments of train.py or of a tool.
 USES: dict[str, tuple[str, list[str]]] = {
-    **{name: (name, [*_DATA, f"data.path={name}"]) for name in (
-       "lines.jsonl", "lines.json", "prompts.jsonl", "table.parquet", "lines.jsonl.gz", "table.csv",
-       "tokens.bin", "tokens.idx")},
-    "chats": ("chats.jsonl", [*_DATA, "data.path=chats.jsonl", "data.template=chatml",
-                              "data.learn=all"]),
-    "texts": ("corpus/7.txt", [*_DATA, "data.path=corpus"]),
-    "tokenizer": ("run/tokenizer/*", [*_DATA, "data.path=corpus"]),
-    "weights": ("run/export/*", [*_MODEL, "model.name=run/export", "model.init_from=run/export"]),
-    "shards": ("sharded/*", [*_MODEL, "model.name=sharded", "model.init_from=sharded"]),
-    "cache": ("cache/**/*", [*_SHARED, "train.steps=1", "run.dir=new"]),
-    "resume": ("run/**/*", [*_SHARED, "train.steps=3", "run.dir=run"]),
-    "branch": ("run/**/*", [*_SHARED, "train.steps=3", "resume.from=run@1", "run.dir=new",
-                            "optim.lr=1e-4"]),
-    "init": ("run/checkpoints/**/*", [*_SHARED, "train.steps=1", "run.dir=new",
-                                      "model.init_from=run@2"]),
-    "tools.export_hf": ("run/**/*", ["run", "--out", "out"]),
-    "tools.show_batch": ("run/*.json*", ["run", "--step", "1"]),
-    "tools.import_checkpoint": ("output/**/*", ["output", "--out", "out"]),
-    "tools.tokenize_data": ("lines.jsonl", ["data.path=lines.jsonl", "data.cache_dir=new-cache",
-                            "data.tokenizer=run/tokenizer", "--workers=1"]),
-    "tools.clean_data": ("lines.jsonl", ["lines.jsonl", "new", "--workers=1", "--recipe=light"]),
-    "tools.train_tokenizer": ("corpus/7.txt", ["corpus", "tokenizer", "--vocab-size=300"]),
-}  # fmt: skip
+    name: (use["files"], [*_BASES[use["base"]], *use["arguments"]])
+    for name, use in beside(__file__, "uses.toml").items()
+}
 each_use = pytest.mark.parametrize("use", USES)
 
 

@@ -1,18 +1,20 @@
 """The cells of the stream simulator: every shipped JSON, and optional features of a run."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from harness.config.ds_json import value_of
 from tests.shipped import DS_CONFIGS
+from tests.tables import beside
 
 STEPS = 6
 MEASURED = 5  # the step whose waits are counted: not saved, evaluated or discarded
 DISCARDED = 3
 
-_LION = "optim.name=lion"  # uses torch operations, which the simulator sees; the CPU's Adam is C++
+_TABLES = beside(__file__, "cells.toml", with_parts=True)
 _IN_PLACE_OF = {  # settings that need more ranks than available -> sizes to use
     "pipeline.stages": 2,
     "tensor_parallel.autotp_size": 2,
@@ -82,58 +84,22 @@ class Cell:
         return values
 
 
-def _ranks(name: str) -> int:
-    return 4 if name == "3d" else 2
-
-
 def _shipped() -> list[Cell]:
     names = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
-    lion = {name: (_LION,) for name in names if "offload" in name}  # from NVMe, only Adam steps
-    return [Cell(name, name, lion.get(name, ()), _ranks(name)) for name in names]
+    lion = (_TABLES["parts"]["lion"],)  # from NVMe, only Adam steps
+    return [
+        Cell(name, name, lion if "offload" in name else (), 4 if name == "3d" else 2)
+        for name in names
+    ]
 
 
-def _offloaded(*arguments: str) -> tuple[str, ...]:
-    """Return ZeRO 2 settings without our wait for copies to the host."""
-    return (_LION, "ds.zero_optimization.overlap_comm=false", *arguments)
+def _with(feature: str, jsons: list[str], arguments: Sequence[str] = (), **how: Any) -> list[Cell]:
+    """Return a run with a feature of each of some JSONs."""
+    return [Cell(f"{name}-{feature}", name, tuple(arguments), **how) for name in jsons]
 
 
-_OFFLOADED_LAYERS = ("model.checkpointing=full", "model.activation_offload=true")
-_VARLEN = ("model.attention=varlen", "data.document_mask=true")
-_CHUNKS = "model.loss_chunk=128"  # a quarter of the vocabulary
-_SKIP, _CLIP = "guard.spikes=skip", "optim.clip_value=0.001"
-_ALONE = (
-    *("train.micro_batch=8", "optim.clip_norm=1000", "ds.optimizer.params.fused=true"),
-    *("log.weights_every=0", "log.attention_every=0", "guard.replicas_every=0"),
-)
-"""One micro-batch, gradients that are not scaled, Adam in one kernel as on GPUs, nothing else."""
-BETWEEN_STEPS = [Cell(f"{n}-between", n, _ALONE, ranks=1) for n in ("zero1", "zero2", "zero3")]
-VARIANTS = [
-    *BETWEEN_STEPS,
-    *(Cell(f"{n}-discard", n, (_SKIP,), discards=True) for n in ("zero1", "zero2", "zero3")),
-    Cell("pipeline2-discard", "pipeline2", (_SKIP,), discards=True),
-    Cell("fp32-discard", "fp32", (_SKIP,), discards=True),
-    *(Cell(f"{n}-clip_value", n, (_CLIP,)) for n in ("zero1", "zero2", "zero3")),
-    *(Cell(f"{n}-muon", n, ("optim.name=muon",)) for n in ("zero1", "zero2", "zero3")),
-    Cell("zero2_offload-late", "zero2_offload", _offloaded()),
-    Cell("zero2_offload-late-discard", "zero2_offload", _offloaded(_SKIP), discards=True),
-    Cell("zero2_offload-late-clip_value", "zero2_offload", _offloaded(_CLIP)),
-    Cell("zero3_offload-discard", "zero3_offload", (_LION, _SKIP), discards=True),
-    *(Cell(f"{n}-resume", n, resumes=True) for n in ("zero1", "zero2", "zero3", "pipeline2")),
-    Cell("zero2_offload-resume", "zero2_offload", (_LION,), resumes=True),
-    *(Cell(f"{n}-documents", n, ("data.document_mask=true",)) for n in ("zero1", "pipeline2")),
-    *(Cell(f"{n}-varlen", n, _VARLEN) for n in ("zero1", "zero3", "pipeline2")),
-    Cell("zero3-varlen-recompute", "zero3", (*_VARLEN, "model.checkpointing=full")),
-    *(Cell(f"{n}-recompute", n, ("model.checkpointing=full",)) for n in ("zero1", "zero3")),
-    *(Cell(f"{n}-activation_offload", n, _OFFLOADED_LAYERS) for n in ("zero1", "zero3")),
-    *(Cell(f"{n}-chunked", n, (_CHUNKS,)) for n in ("zero1", "zero3", "pipeline2")),
-    *(Cell(f"{n}-selective", n, ("model.checkpointing=selective",)) for n in ("zero1", "zero3")),
-    *(Cell(f"{n}-tiles", n, ("model.mlp_tiles=2",)) for n in ("zero1", "zero3")),
-    *(Cell(f"{n}-lora", n, ("model.lora.rank=4",), adapts=True) for n in ("zero1", "zero3")),
-    *(Cell(f"{n}-reversible", n, ("model.reversible=true",)) for n in ("zero1", "zero3")),
-    Cell(
-        "zero3-partitioned", "zero3", ("ds.zero_optimization.stage3_param_persistence_threshold=0",)
-    ),
-]
+BETWEEN_STEPS = [cell for row in _TABLES["between_steps"] for cell in _with(**row)]
+VARIANTS = [*BETWEEN_STEPS, *(cell for row in _TABLES["variants"] for cell in _with(**row))]
 
 
 def all_cells() -> list[Cell]:
