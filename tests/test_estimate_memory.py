@@ -32,8 +32,8 @@ LARGE = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero3.json", "--gpu
 run = partial(run_tool, "estimate_memory")
 
 
-def estimated(*arguments: str) -> dict:
-    return json.loads(run(*arguments, "--json").stdout)
+def estimated(*arguments: str, code: int = 0) -> dict:
+    return json.loads(run(*arguments, "--json", code=code).stdout)
 
 
 def test_kernels_are_named_as_pip_or_python_knows_them() -> None:
@@ -242,7 +242,8 @@ def test_what_stages_would_save_is_what_they_save():
 def test_a_host_has_a_verdict_of_its_own():
     words = ("--model", "llama-1b", "--deepspeed", "ds_configs/zero2_offload.json", "--gpus", "8")
     needed = estimated(*words)["host_gib_per_node"]
-    verdicts = [estimated(*words, "--host-memory", gib) for gib in (needed + 1, needed - 1)]
+    rooms = {needed + 1: 0, needed - 1: 3}
+    verdicts = [estimated(*words, "--host-memory", gib, code=code) for gib, code in rooms.items()]
     assert [each["host_verdict"] for each in verdicts] == ["fits", "does not fit"]
-    text = run(*words, "--host-memory", 8).stdout
+    text = run(*words, "--host-memory", 8, code=3).stdout
     assert f"Host memory per node: does not fit: {needed:,.2f} of 8.00 GiB" in text

@@ -439,7 +439,7 @@ def test_continued_rates_are_those_of_the_recipe() -> None:
     recipe = (REPOSITORY / "docs/recipes/continued.toml").read_text()
     rates = {"llama-2-7b": 1e-4, "llama-3-70b": 5e-5}
     for model, rate in rates.items():
-        assert f"{rate:g}".replace("e-0", "e-") in recipe
+        assert f"{rate:.0e}".replace("e-0", "e-") in recipe
         plan = make_plan(RunConfig.model_validate({"model": {"name": model}}), {}, World())
         assert plan.shape is not None
         assert continued_rate(plan.shape)[0] == rate
@@ -450,7 +450,7 @@ def test_a_budget_limits_what_is_recommended() -> None:
     cost = answer(*priced, 1e6)["layouts"][0]["cost"]
     usual = answer_to(args := arguments(*priced, 1.001 * cost), question_of(args)).best
     assert usual is not None
-    assert usual.question.cost(usual) == pytest.approx(cost, rel=1e-4)
+    assert usual.question.cost(usual) == pytest.approx(cost, rel=1e-3)
     done = run_tool("plan_cluster", *priced, cost / 2, code=3)
     assert "Nothing is within the budget, which pays for about 1.2" in done.stdout  # of 2.5B
     assert "more than the budget" in " ".join(done.stdout.split())
