@@ -8,9 +8,13 @@ A result is kept in build/gates as long as nothing that it depends on changes.
 """
 
 import argparse
+import os
+import signal
 import subprocess
 import sys
+from functools import partial
 
+from harness.launch.ranks import follow
 from harness.terminal import HelpFormatter
 from tests.gates.records import KEPT, REPOSITORY, Gate, all_gates, passed_tests
 
@@ -36,7 +40,8 @@ def run_gates(gates: list[Gate], again: bool = False, workers: int = WORKERS) ->
 
 def exit_code_of(command: list[str]) -> int:
     """Run pytest. After Ctrl-C, which it received, too, wait until its fixtures have cleaned up."""
-    process = subprocess.Popen(command, cwd=REPOSITORY)
+    killed = partial(follow, os.getpid(), signal.SIGINT)  # if this process is, pytest cleans up
+    process = subprocess.Popen(command, cwd=REPOSITORY, preexec_fn=killed)
     try:
         return process.wait()
     except KeyboardInterrupt:
