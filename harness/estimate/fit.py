@@ -54,7 +54,7 @@ def helpful_changes(before: Estimate) -> list[Change]:
 
 def advised(before: Estimate, ways: Ways, most: int) -> tuple[str, list[Change]]:
     """Return `most` changes, and their effect as text: the gentlest that make the run fit, each by
-    itself; of no single change does, two together; after both, another number of GPUs or another
+    itself; if no single change does, two together; after both, another number of GPUs or another
     length. If nothing does, the changes that save most.
     """
     inputs = before.inputs

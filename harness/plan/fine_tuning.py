@@ -14,6 +14,7 @@ from harness.config.ds_json import literal
 from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig, run_and_step
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
+from harness.files.paths import script
 from harness.layout.families import given_size
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape, active_parameters
@@ -54,7 +55,8 @@ def take_export(draft: Draft) -> None:
         return
     merge = " --merge" if "adapter_config.json" in names else ""
     why = f"but {export} holds no whole model, from which adapters start"
-    draft.problems.add(key, why, f"write it with python tools/export_hf.py {source}{merge}")
+    tool = script("tools/export_hf.py")
+    draft.problems.add(key, why, f"write it with python {tool} {source}{merge}")
 
 
 def default_to_fine_tuning(draft: Draft) -> None:

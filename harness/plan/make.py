@@ -18,6 +18,7 @@ from harness.config.run_file import with_values
 from harness.errors import ConfigError, Problems
 from harness.estimate.fit import Ways
 from harness.estimate.hardware import known_gpu
+from harness.files.paths import script
 from harness.layout.world import World
 from harness.plan import (
     attention,
@@ -267,7 +268,7 @@ def _planner(plan: Plan) -> str:
     own = (f"model.{name}" for name in type(model).model_fields if name not in _ASKED)
     settings = {key: plan.asked.get(key) for key in (*own, "optim.name") if plan.asked.is_set(key)}
     words = [shlex.quote(f"{key}={value_as_text(value)}") for key, value in settings.items()]
-    return " ".join(["python tools/plan_cluster.py", *flags, *words])
+    return " ".join(["python", script("tools/plan_cluster.py"), *flags, *words])
 
 
 def _refusals(plan: Plan, change: str = "") -> Iterator[str]:

@@ -352,8 +352,8 @@ def _by_curve(run: RunRecord) -> list[Advice]:
     if last > best[1] * 1.01:
         text = f"The best weights are those of step {best[0]:,}"
         if best[0] in run.saved:
-            export = f"python tools/export_hf.py {shlex.quote(str(run.path))} --step {best[0]}"
-            return [Advice(f"{text}:", export)]
+            export = f"python {script('tools/export_hf.py')} {shlex.quote(str(run.path))}"
+            return [Advice(f"{text}:", f"{export} --step {best[0]}")]
         return [Advice(f"{text}: save.keep_best keeps them.")]
     if before - last > 0.005 * before:
         text = (

@@ -39,6 +39,7 @@ from harness.data.tokenizer_files import (
     copy_tokenizer,
 )
 from harness.errors import ConfigError, Unusable
+from harness.files.paths import script
 from harness.files.regular_file import read_json
 from harness.files.table import Table
 from harness.layout.adapters import DESCRIPTION
@@ -243,7 +244,8 @@ def _serving(checkpoint: Checkpoint, folder: Path, unfinished: Path, other_base:
     kinds = (adapters.get("use_dora"), adapters.get("modules_to_save"), manifest.quantization)
     if most > _MOST_RANK or other_base or any(kinds):
         run = shlex.quote(str(checkpoint.path.parents[1]))
-        return f"; to serve it, merge it first: python tools/export_hf.py {run} --merge"
+        tool = script("tools/export_hf.py")
+        return f"; to serve it, merge it first: python {tool} {run} --merge"
     base, module = adapters["base_model_name_or_path"], f"tuned={folder.absolute()}"
     options = ["--enable-lora", "--max-lora-rank", str(most), "--lora-modules", module]
     return f"; serve it with {shlex.join(['vllm', 'serve', base, *options])}"
