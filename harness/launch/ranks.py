@@ -110,7 +110,7 @@ class Ranks:
     port: int
     """The rendezvous port, which is also part of the names of shared files."""
     before: frozenset[psutil.Process] | None = None
-    """Descendants of this process that are not the group's; None: `end` ends the ranks alone."""
+    """Children of this process that are not the group's; None: `end` ends the ranks alone."""
 
     @property
     def ended(self) -> bool:
@@ -151,8 +151,12 @@ class Ranks:
         if self.before is None:
             return []
         own = {process.pid for process in self.processes}
-        every = {*psutil.Process().children(recursive=True)} - self.before
-        theirs = [other for other in every if other.pid not in own]
+        # An orphan is this process's child. Helpers that were here before may start more meanwhile.
+        theirs = {*psutil.Process().children()} - self.before
+        for pid in own | {orphan.pid for orphan in theirs}:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                theirs |= {*psutil.Process(pid).children(recursive=True)}
+        theirs = {other for other in theirs if other.pid not in own}
         return list(psutil.wait_procs(theirs, patience_s)[1])
 
     def end(self) -> None:
@@ -299,7 +303,7 @@ def ending(start: Callable[[], Ranks]) -> Iterator[Ranks]:
     """
     # Orphans of a killed launcher become children of this process, so they can be found.
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    before = frozenset(psutil.Process().children(recursive=True))
+    before = frozenset(psutil.Process().children())
     group = replace(start(), before=before)
     try:
         yield group

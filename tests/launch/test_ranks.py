@@ -45,6 +45,7 @@ setsid sleep 1000 &
 echo $$ $! >> {pids}
 while true; do sleep 1; done
 """
+_STARTS_ANOTHER = "read line; sleep 1000 & echo $!; wait"
 _FORKED = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 
 
@@ -90,11 +91,16 @@ def running(pids: list[int]) -> list[int]:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("end", ["limit", "kill", "Ctrl-C"])
 def test_nothing_outlives_its_block(way: str, end: str, hangs: Path) -> None:
-    """Even in another session; what runs beside the block goes on."""
-    beside = subprocess.Popen(["sleep", "1000"])
+    """Even in another session; what runs beside the block goes on, also if it starts meanwhile."""
+    pipe = subprocess.PIPE
+    beside = subprocess.Popen(["sh", "-c", _STARTS_ANOTHER], stdin=pipe, stdout=pipe, text=True)
+    assert beside.stdin
+    assert beside.stdout
     with suppress(KeyboardInterrupt), WAYS[way](hangs) as group:
         first, _ = pids = pids_of(hangs)
         assert running(pids) == pids
+        print(file=beside.stdin, flush=True)
+        meanwhile = int(beside.stdout.readline())
         if end == "Ctrl-C":
             raise KeyboardInterrupt
         if end == "kill":
@@ -104,9 +110,9 @@ def test_nothing_outlives_its_block(way: str, end: str, hangs: Path) -> None:
         assert ended.codes == [-signal.SIGKILL if end == "kill" else None]
         assert ended.seconds[0] <= time.monotonic() - began
     assert group.processes[0].returncode == -signal.SIGKILL
-    assert (running(pids), beside.poll()) == ([], None)
-    beside.kill()
-    beside.wait()
+    assert (running([*pids, meanwhile]), beside.poll()) == ([meanwhile], None)
+    os.kill(meanwhile, signal.SIGKILL)
+    beside.communicate()
 
 
 USERS = beside(__file__, "ranks.toml")
