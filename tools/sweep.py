@@ -43,9 +43,10 @@ from harness.terminal import command_parser, say
 from tools.slurm_queue import slurm_problems
 from tools.sweeps.cost import Cost, Record, costs, lane_problems
 from tools.sweeps.page import write_sweep_page
+from tools.sweeps.ranking import best_of, write_tables
 from tools.sweeps.slurm import follow, slurm_world, submit
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
-from tools.sweeps.text import Screen, best_command, best_of, ending, listing, ranking
+from tools.sweeps.text import Screen, best_command, ending, listing, ranking
 from tools.workers import INTERRUPTED, on_stop
 
 if TYPE_CHECKING:  # Optuna, which a dry run does without
@@ -113,11 +114,11 @@ def _conduct(sweep: Sweep, args: argparse.Namespace) -> int:
     if not args.report:
         (_run_array if args.slurm else _run_here)(sweep, study, screen)
     records = study.records()
-    page = write_sweep_page(sweep, records)
+    page, tables = write_sweep_page(sweep, records), write_tables(sweep, records)
     screen.say(ranking(sweep, records))
-    if (best := best_of(records)) is not None:
+    if (best := best_of(sweep, records)) is not None:
         print(best_command(sweep, best))  # unbroken, to be copied
-    screen.say(f"report: {page}")
+    screen.say(f"report: {page}; as a table: {' '.join(map(str, tables))}")
     if any(not record.has_ended for record in records):
         again = f"python {script('tools/sweep.py')} {sweep.path}{' --slurm' * args.slurm}"
         screen.say(f"not all trials have ended; the same command resumes: {again}")

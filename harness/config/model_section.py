@@ -135,6 +135,14 @@ class ModelConfig(Section):
     layers."""
     lora: LoraConfig = Field(default_factory=LoraConfig)
     """Low-rank adapters."""
+    init: Literal["config", "depth_scaled", "small"] = "config"
+    """Standard deviations of initial linear layers and embeddings. config: those of the model's own
+    code; depth_scaled: model.init_std, divided by sqrt(2 * layers) for outputs that are added to
+    the residual stream, as in GPT-2; small: sqrt(2 / (5 * width)) (arXiv 1910.05895), for these
+    outputs 2 / (layers * sqrt(width)), as in GPT-NeoX-20B (arXiv 2204.06745)."""
+    init_std: Annotated[float, Field(gt=0, le=10)] | None = None
+    """Standard deviation for config and depth_scaled; None: initializer_range of the model
+    config."""
     overrides: dict[str, Any] = Field(default_factory=dict)
     """Hugging Face config keys to change, e.g. model.overrides.num_hidden_layers=2 or
     model.overrides.sliding_window=null."""

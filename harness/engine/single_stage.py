@@ -65,6 +65,7 @@ def materialize_share(
         model,
         None if blank else plan.config.train.seed,
         device,
+        init=plan.config.model.init,
         rank=replicas.index(plan.share.rank),
         world_size=len(replicas),
         send=sender(plan.share),

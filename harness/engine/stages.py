@@ -116,7 +116,8 @@ def unsplit_loss_and_norm(
     if not reads or config_of_files(plan, empty) is not None:
         model = copy.deepcopy(empty)
         reader = PieceReader(plan, empty, trust_remote_code=False) if reads else None
-        materialize(model, plan.config.train.seed, device, read=reader)
+        config = plan.config
+        materialize(model, config.train.seed, device, init=config.model.init, read=reader)
     else:
         model = read_weights(type(empty), plan, empty, trust_remote_code=False)[0]
         model = nn.Module.to(model, device)

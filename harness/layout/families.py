@@ -6,6 +6,7 @@ families.toml contains these defaults.
 
 from __future__ import annotations  # Family's types are read as text
 
+import re
 import tomllib
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
@@ -130,6 +131,18 @@ class Family:
         """True if the MLP multiplies two projections of its input."""
         outputs = [module.sizes[-1] for module in self.layers if module.kind == "mlp"]
         return outputs.count("width") + 2 * outputs.count("2*width") == 2
+
+
+DEVIATION_KEYS = ("initializer_range", "init_std")
+"""Names of the standard deviation of initial weights in configs; a family reads one of them."""
+_RESIDUAL = re.compile(
+    r"(^|\.)(o_proj|out_proj|c_proj|dense|dense_4h_to_h|down_proj|fc2|fc_out|wo|w2)(\.weight)?$"
+)
+
+
+def is_residual(name: str) -> bool:
+    """Return True for a weight whose output is added to the residual stream, by its name."""
+    return bool(_RESIDUAL.search(name))
 
 
 def given_size(config: Mapping[str, Any], size: str) -> int | None:

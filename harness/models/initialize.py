@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import math
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,23 +10,26 @@ import torch
 from safetensors import safe_open
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
 
+from harness.layout.families import DEVIATION_KEYS, is_residual
 from harness.models.units import Unit, units
 
 Weights = dict[str, torch.Tensor]
 Send = Callable[[torch.Tensor, int], None]  # broadcast in place from a rank
 Placed = Callable[[list[nn.Parameter]], None]
 Read = Callable[[Unit], Weights]  # weights and saved buffers of a piece, by name
+_MATRICES = (nn.Linear, nn.Embedding, Conv1D)
 Cut = Callable[[str, torch.Tensor], nn.Parameter]  # the parameter that a rank keeps of a weight
 
 
-def draw(model: PreTrainedModel, piece: Unit, seed: int) -> Weights:
+def draw(model: PreTrainedModel, piece: Unit, seed: int, init: str = "config") -> Weights:
     """Draw one piece's weights: fp32 on the CPU, by qualified parameter name.
 
     Each module is initialised by the `_init_weights` of the innermost model around it, as in
     transformers, with a generator seeded from the module's name. Parents come after their children:
-    GPT-2 redraws `c_proj` from a module that has no parameters itself. Raises ValueError with the
-    parameters that the model's own code leaves uninitialised.
+    GPT-2 redraws `c_proj` from a module that has no parameters itself. `init`: see model.init.
+    Raises ValueError with the parameters that the model's own code leaves uninitialised.
     """
     slots = piece.parameters()
     for _, owner, attribute, parameter in slots:
@@ -49,7 +53,29 @@ def draw(model: PreTrainedModel, piece: Unit, seed: int) -> Weights:
             f"{type(model).__name__}._init_weights leaves {', '.join(missed)} uninitialised; "
             "train it from pretrained weights instead (model.init_from)"
         )
+    if init != "config":
+        _redraw(model, piece, drawn, seed, init)
     return drawn
+
+
+def _redraw(model: PreTrainedModel, piece: Unit, drawn: Weights, seed: int, init: str) -> None:
+    """Draw linear layers and embeddings again, with the deviations of `init`."""
+    config = model.config
+    layers, width = config.num_hidden_layers, config.hidden_size
+    usual, residual = math.sqrt(2 / (5 * width)), 2 / (layers * math.sqrt(width))
+    if init == "depth_scaled":
+        usual = next(getattr(config, key) for key in DEVIATION_KEYS if hasattr(config, key))
+        residual = usual / math.sqrt(2 * layers)
+    for name, owner, attribute, _ in piece.parameters():
+        is_fused = attribute in ("gate_up_proj", "down_proj")  # of all experts
+        is_matrix = isinstance(owner, _MATRICES) and attribute == "weight"
+        if not (is_fused or is_matrix) or "dt_proj" in name:  # step sizes have their own range
+            continue
+        generator = torch.Generator().manual_seed(_seed_of(seed, f"{init}:{name}"))
+        std = residual if is_residual(name) else usual
+        drawn[name].normal_(0.0, std, generator=generator)
+        if (row := getattr(owner, "padding_idx", None)) is not None:
+            drawn[name][row] = 0.0
 
 
 def _innermost(model: PreTrainedModel, name: str) -> PreTrainedModel:
@@ -67,6 +93,7 @@ def materialize(
     seed: int | None,
     device: torch.device,
     *,
+    init: str = "config",
     rank: int = 0,
     world_size: int = 1,
     send: Send | None = None,
@@ -100,7 +127,7 @@ def materialize(
         mine = weights = {}  # frees the previous piece before the next is drawn
         if rank < len(round_) and seed is not None:
             try:
-                mine = read(round_[rank]) if read else draw(model, round_[rank], seed)
+                mine = read(round_[rank]) if read else draw(model, round_[rank], seed, init)
             except ValueError as error:
                 problem = problem or error
                 mine = {name: torch.zeros(p.shape) for name, _, _, p in round_[rank].parameters()}

@@ -98,6 +98,7 @@ PASSES: tuple[Pass, ...] = (
     check_profile,
     optimizer.check_optimizer,
     model.find_model,
+    model.check_initial_weights,
     fine_tuning.default_to_their_rate,
     batches.check_evaluation,
     batches.mark_padding,

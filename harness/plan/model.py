@@ -11,7 +11,7 @@ from harness.errors import ConfigError
 from harness.estimate.memory_item import GIB
 from harness.estimate.timeline import estimate_memory
 from harness.layout.adapters import module_of
-from harness.layout.families import UnknownArchitecture, given_size
+from harness.layout.families import DEVIATION_KEYS, UnknownArchitecture, given_size, is_residual
 from harness.layout.shape import Shape, num_parameters
 from harness.layout.tensor import divides_vocabulary, keys_read, tensor_shard
 from harness.plan.memory import estimate
@@ -119,6 +119,29 @@ def check_experts(draft: Draft) -> None:
                 f"{draft.precision} experts only if it is a multiple of {least}: set "
                 f"model.overrides.{key} to {multiples_near(width, least)}"
             )
+
+
+def check_initial_weights(draft: Draft) -> None:
+    """Reject model.init and model.init_std where they have no effect, or no known meaning."""
+    model, add, std = draft.config.model, draft.problems.add, "model.init_std"
+    reads = keys_read(str(draft.model_config.get("model_type"))) or DEVIATION_KEYS
+    has_range, given = bool({*reads} & {*DEVIATION_KEYS}), model.init_std is not None
+    if given and model.init == "small":
+        add(std, "but model.init=small has its own deviations", "leave it out")
+    for key, is_set, needs in (
+        (std, given, True),
+        ("model.init", model.init != "config", model.init == "depth_scaled"),
+    ):
+        if is_set and model.init_from is not None:
+            add(key, "but the weights come from model.init_from", "leave it out")
+        elif is_set and needs and not has_range:
+            add(key, f"but {model.name} has no standard deviation in its config", "leave it out")
+    if model.init == "config" or not draft.model_config:
+        return
+    names = [tensor.name for tensor in draft.shape.tensors()] if draft.shape else []
+    if not any(is_residual(name) for name in names):
+        why = f"but which layers of {model.name} write to the residual stream is not known"
+        add("model.init", why, "use config")
 
 
 def _note_new_rows(draft: Draft) -> None:

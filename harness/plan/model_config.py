@@ -23,8 +23,9 @@ from harness.files.hub import hub_answers
 from harness.files.paths import near_path
 from harness.files.regular_file import read_json
 from harness.layout.code_exports import as_plain
-from harness.layout.families import SIZE_KEYS, family_of
+from harness.layout.families import DEVIATION_KEYS, SIZE_KEYS, family_of
 from harness.layout.recompute import REVERSIBLE
+from harness.layout.tensor import keys_read
 from harness.plan.overrides import DROPOUT_ENDINGS, overridden, value_problems
 from harness.plan.rotary import extended
 
@@ -104,6 +105,10 @@ def load_model_config(
     config = _of_its_layers(config, merged, run_config)
     config.pop("quantization_config", None)  # describes the files; training is not quantized
     config = extended(config, run_config) | _dropouts(config, run_config)
+    if run_config.model.init_std is not None:
+        reads = keys_read(config["model_type"]) or ()
+        key = next((key for key in DEVIATION_KEYS if key in reads), DEVIATION_KEYS[0])
+        config[key] = run_config.model.init_std
     if run_config.model.reversible:
         config[REVERSIBLE] = True
     if problems := list(value_problems(config, run_config, source)):

@@ -28,6 +28,7 @@ STYLE, SCRIPT = (
 
 _SIDE = 1000  # of the SVG's coordinates
 _MOST_DOTS = 80
+_BACKGROUND = ("faint", "band")  # not in legends, nor under the pointer
 
 
 def colour_of(place: int) -> str:
@@ -77,7 +78,8 @@ class Curve:
     """CSS."""
     x: Xs
     y: list[float]
-    style: Literal["line", "faint", "dots", "dashed"] = "line"
+    style: Literal["line", "faint", "dots", "dashed", "band"] = "line"
+    """A band is filled: its points go round its edge, and back."""
     last: str = ""
     """The value to show beside the label."""
     width: float = 0
@@ -182,7 +184,7 @@ def html_of(chart: Chart | Heat) -> str:
     legend = [
         (curve.label, curve.colour, curve.style, curve.last)
         for curve in curves
-        if chart.has_legend and curve.label and curve.style != "faint"
+        if chart.has_legend and curve.label and curve.style not in _BACKGROUND
     ]
     return figure_of(
         *(chart.title, chart.unit, plot_of(y, body, chart.limits), legend_of(legend)),
@@ -244,7 +246,7 @@ def plot_of(y: Scale, body: str, limits: Iterable[tuple[str, float]]) -> str:
 
 def data_of(chart: Chart) -> dict[str, Any]:
     """Return the values that chart.js shows under the pointer."""
-    curves = [curve for curve in chart.curves if curve.y and curve.style != "faint"]
+    curves = [curve for curve in chart.curves if curve.y and curve.style not in _BACKGROUND]
     scales = {axis: _x_scale(chart, curves or chart.curves, axis) for axis in chart.axes}
     return {
         "axes": chart.axes,
@@ -300,11 +302,11 @@ def _for_axis(chart: Chart, curves: list[Curve], axis: str, y: Scale) -> str:
             f"{escaped(name)}</b>"
             for (a, b), (name, side) in zip(points, curve.names, strict=False)
         )
-    kind = f"on-{axis}" if len(chart.axes) > 1 else "always"
+    kind = f" class=on-{axis}" if len(chart.axes) > 1 else ""
     words = f"<div class=limits>{words}</div>" if words else ""
     labels = labels_of(_x_ticks(chart, axis, x))
     name = f"<div class=axis>{escaped(chart.axes[axis])}</div>"
-    return f"<div class={kind}>{svg_of(drawn)}{words}{labels}{name}</div>"
+    return f"<div{kind}>{svg_of(drawn)}{words}{labels}{name}</div>"
 
 
 def svg_of(drawn: str) -> str:
@@ -333,7 +335,7 @@ def labels_of(labels: Iterable[tuple[float, str]], kind: str = "") -> str:
 def _curve(curve: Curve, points: Sequence[tuple[float, float]]) -> str:
     """Return a line, and dots where points are few enough to be told apart."""
     width = f";stroke-width:{curve.width:g}" if curve.width else ""
-    shape = f'style="stroke:{curve.colour}{width}"'
+    shape = f'style="{"fill" if curve.style == "band" else "stroke"}:{curve.colour}{width}"'
     if curve.run:
         shape += f' data-run="{escaped(curve.run)}"'
     places = [f"{_SIDE * x:.1f} {_SIDE * (1 - y):.1f}" for x, y in points]

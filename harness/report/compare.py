@@ -7,6 +7,7 @@ from harness.report.chart import colour_of, html_of
 from harness.report.charts import charts
 from harness.report.formatting import duration, escaped, short
 from harness.report.page import axis_switch, described, document
+from harness.report.repeats import seeds_section
 from harness.report.run_record import RunRecord, values_of
 from harness.report.verdicts import ending, progress, state
 
@@ -43,6 +44,7 @@ def compare_page_of(runs: list[RunRecord], title: str, price: float | None = Non
     drawn = charts(runs[:MOST_DRAWN])
     body = (
         f"<header><h1>{escaped(title)}</h1>{_best(sets)}</header>{_table(sets, price)}"
+        f"{seeds_section(over_seeds(runs))}"
         f"{axis_switch()}<section class=charts>{''.join(map(html_of, drawn))}</section>"
         f"{_differences(runs)}"
     )
@@ -134,6 +136,19 @@ def used(run: RunRecord, price: float | None) -> tuple[str, ...]:
     if hours is None:
         return ("-",) if price is None else ("-", "-")
     return (f"{hours:,.2f}",) if price is None else (f"{hours:,.2f}", f"{hours * price:,.2f}")
+
+
+def over_seeds(runs: list[RunRecord]) -> list[list[RunRecord]]:
+    """Return the runs in groups, each of which differ in their seed alone."""
+    groups: dict[str, list[RunRecord]] = {}
+    for run in runs:
+        asked = {
+            key: value
+            for key, value in _asked(run).items()
+            if key != "run.train.seed" and not key.startswith(_OF_THE_DAY)
+        }
+        groups.setdefault(json.dumps([run.held_out_set, asked]), []).append(run)
+    return [*groups.values()]
 
 
 def _differences(runs: list[RunRecord]) -> str:

@@ -107,3 +107,35 @@ def test_weights_are_drawn_in_fp32_and_then_cast() -> None:
     model = skeleton(exact.config, torch.bfloat16)
     materialize(model, 0, CPU)
     assert torch.equal(model.lm_head.weight, exact.lm_head.weight.bfloat16())
+
+
+def expected_std(config: Any, name: str, init: str) -> float:
+    """Return the papers' standard deviation of a weight."""
+    layers, width = config.num_hidden_layers, config.hidden_size
+    usual = getattr(config, "init_std" if config.model_type == "opt" else "initializer_range")
+    ends = ("o_proj", "down_proj", "c_proj", "dense", "dense_4h_to_h", "out_proj", "fc2")
+    writes = name.removesuffix(".weight").endswith(ends)
+    if init == "small":
+        return 2 / (layers * math.sqrt(width)) if writes else math.sqrt(2 / (5 * width))
+    return usual / math.sqrt(2 * layers) if writes else float(usual)
+
+
+@pytest.mark.parametrize("init", ["depth_scaled", "small"])
+@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gpt_neox", "opt"])
+def test_model_init_gives_the_papers_deviations(family: str, init: str) -> None:
+    """Of linear layers, embeddings and fused experts; norms and biases stay as they are."""
+    model, before = empty(family), dict(drawn(family).named_parameters())
+    materialize(model, 0, CPU, init=init)
+    redrawn = 0
+    for name, parameter in model.named_parameters():
+        if before[name].unique().numel() == 1 or "gate.weight" in name:
+            assert torch.equal(parameter, before[name]), name
+            continue
+        redrawn += 1
+        expected = expected_std(model.config, name, init)
+        assert float(parameter.detach().std()) == pytest.approx(
+            expected, rel=6 / math.sqrt(parameter.numel())
+        ), name
+    assert redrawn > 5
+    if family == "opt":
+        assert not model.model.decoder.embed_tokens.weight[1].any()

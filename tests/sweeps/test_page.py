@@ -1,9 +1,12 @@
 """The page of a sweep whose trials never ran, with every state and hostile names."""
 
+import csv
+import io
 import json
 import math
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,8 +16,9 @@ from tests.browser import WIDTHS, Browser, needs_browser
 from tests.tables import beside
 from tools.sweeps.cost import Record, Used
 from tools.sweeps.page import write_sweep_page
+from tools.sweeps.ranking import ranked, write_tables
 from tools.sweeps.spec import read_sweep
-from tools.sweeps.text import ranking
+from tools.sweeps.text import best_command, ranking
 
 _FILE = """
 [sweep]
@@ -78,6 +82,45 @@ def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
             (folder / "plan.json").write_text(json.dumps({"held_out_set": held_out_set}))
         assert ("2 held-out sets, whose losses" in ranking(sweep, records)) == is_shown
     assert re.search(r"^ +1 +000 +5\.7000 +2 +true$", ranking(sweep, records), re.MULTILINE)
+
+
+_RESULTS = {"a_b": [3.0, 3.2, 3.1], "c&d": [3.1, 3.15, 3.2], "e": [3.4, 3.4, 3.4]}
+
+
+def test_seeds_are_repetitions_in_table_page_and_paper(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Mean, standard deviation and n of a setting; whether others are within the spread."""
+    monkeypatch.chdir(tmp_path)
+    names = json.dumps([*_RESULTS])
+    search = f"[search]\ntrain.seed = [0, 1, 2]\ndata.path = {names}\n"
+    Path("seeds.toml").write_text(f"[sweep]\nmethod = 'grid'\n{search}")
+    sweep = read_sweep(Path("seeds.toml"), [])
+    losses = [loss for of_setting in _RESULTS.values() for loss in of_setting]
+    records = [
+        Record(n, "done", choice or {}, loss, Used(100, 1000, 0.1), "")
+        for n, (choice, loss) in enumerate(zip(sweep.choices(), losses, strict=True))
+    ]
+    records[8] = replace(records[8], state="failed", reason="the disk was full", value=math.inf)
+    for record in records[:3]:
+        (folder := sweep.folder_of(record.number)).mkdir(parents=True)
+        lines = [{"step": step, "eval_loss": record.value + 1 / step} for step in (10, 20)]
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    table, ranks = ranking(sweep, records), ranked(sweep, records)
+    assert [s.choice["data.path"] for s in ranks] == ["a_b", "c&d", "e"]
+    assert re.search(r"^ +1 +000-002 +3\.1000 +0\.1000 +3 +300 +a_b$", table, re.MULTILINE)
+    assert re.search(r"3 +006-008 +3\.4000 +0\.0000 +2 .* e +1 failed$", table, re.MULTILINE)
+    assert "rank 1, within one standard deviation over the seeds: rank 2." in table
+    assert "mean of 3 seeds, standard deviation 0.1000" in table
+    assert "seed" not in best_command(sweep, ranks[0])
+    page = write_sweep_page(sweep, records).read_text()
+    assert page.count("<path class=band ") == 1
+    table, paper = (path.read_text() for path in write_tables(sweep, records))
+    rows = [*csv.DictReader(io.StringIO(table))]
+    assert [float(rows[0][f"eval_loss, train.seed={n}"]) for n in range(3)] == _RESULTS["a_b"]
+    assert float(rows[0]["standard deviation"]) == pytest.approx(0.1)
+    assert r"a\_b & $3.1000 \pm 0.1000$ & 3 \\" in paper
+    assert r"c\&d & $3.1500 \pm 0.0500$ & 3 \\" in paper
 
 
 @pytest.mark.parametrize(("low", "high", "labels"), beside(__file__, "page.toml")["ticks"])

@@ -11,6 +11,7 @@ from harness.files.paths import REPOSITORY
 from tests.run_tools import run_tool
 from tests.tables import beside
 from tools.sweeps.cost import Record, Used, costs
+from tools.sweeps.ranking import Setting
 from tools.sweeps.slurm import JOB, slurm_world
 from tools.sweeps.space import Range, Values, corners, draws, grid, read_space
 from tools.sweeps.spec import PruneSection, Sweep, read_sweep
@@ -129,7 +130,7 @@ def test_the_best_trial_is_trained_where_the_sweep_ran(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = sweep_of(tmp_path, "slurm = {gres = 'gpu:8'}")
-    best = Record(0, "done", {"optim.lr": "0.001"}, 3.0, Used(), "")
+    best = Setting((Record(0, "done", {"optim.lr": "0.001"}, 3.0, Used(), ""),))
     assert best_command(sweep, best).startswith(
         f"python {REPOSITORY}/harness/train.py --deepspeed "
     )

@@ -15,6 +15,7 @@ from harness.runfolder import RunFolder
 from tools.sweep import _run_array
 from tools.sweeps import cost
 from tools.sweeps.cost import Budget, Record, Used, lane_problems
+from tools.sweeps.ranking import ranked
 from tools.sweeps.running import Queue, _lane_environment, run_task
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
@@ -94,6 +95,50 @@ def test_a_third_of_the_trials_goes_on_at_each_share_of_a_run(tmp_path: Path) ->
     late = [Study(sweep).take(number) for number in range(9)]
     stops = [trial.report(0.31, 1.0 + trial.number) for trial in late]
     assert stops == [False, True, True, True, True, True, True, True, True]
+
+
+@pytest.mark.parametrize("method", ["grid", "random", "tpe"])
+def test_seeds_of_a_setting_share_its_values(method: str, tmp_path: Path) -> None:
+    """Whichever seed starts first decides, and a sweep that goes on decides the same."""
+    trials = "" if method == "grid" else "\ntrials = 6"
+    search = "[search]\ntrain.seed = [0, 7]\noptim.name = ['adamw', 'lion', 'sgd']\n"
+    search += "optim.lr = {from = 1e-4, to = 1.0, log = true, points = 2}"
+    sweep = sweep_of(tmp_path, f"method = '{method}'{trials}", search)
+    assert (sweep.number_of_settings, sweep.number_of_trials) == (6, 12)
+    study = Study(sweep)
+    for number in (1, 0, 2, 3, 5, 4, *range(6, 12)):
+        trial = study.take(number)
+        trial.end("done", Used(100, 1000, 0.1), value=loss(trial) + number % 2)
+    choices = [record.choice for record in study.records()]
+    assert [choice.pop("train.seed") for choice in choices] == ["0", "7"] * 6
+    assert choices[0::2] == choices[1::2]
+    assert len({*map(str, choices)}) == 6
+    settings = ranked(sweep, study.records())
+    assert [setting.mean for setting in settings] == sorted(s.mean for s in settings)
+    assert {round(setting.deviation, 6) for setting in settings} == {round(math.sqrt(0.5), 6)}
+
+
+def test_halving_stops_settings_by_their_first_seed(tmp_path: Path) -> None:
+    search = "[search]\ntrain.seed = [0, 1]\noptim.lr = [1e-3, 1e-2, 1e-1]"
+    settings = "method = 'grid'\nprune = {after = 0.1, factor = 3}"
+    sweep = sweep_of(tmp_path, settings, f"{search}\n[eval]\nevery = 10")
+    study, started, said = Study(sweep), list[str](), list[str]()
+    first, second = study.take(0), study.take(2)
+    assert not first.report(0.1, 1.0)
+    assert second.report(0.1, 2.0)
+    second.end("pruned", Used(10, 100, 0.1))
+    worse = study.take(1)  # of the first setting: its values do not matter
+    assert not worse.report(0.1, 9.0)
+    running = study.take(3)  # started before its first seed was stopped
+    assert running.report(0.1, 0.0)
+
+    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
+        started.append(f"{choice['optim.lr']} {choice['train.seed']}")
+        return Ranks([subprocess.Popen(["true"])], [folder / "log"], 0)
+
+    Queue(sweep, study, said.append, start, [3, 5, 4]).run()
+    assert started == ["0.1 1", "0.1 0"]
+    assert study.records()[3].state == "pruned"
 
 
 def test_failed_trials_wait_again_with_the_same_values(tmp_path: Path) -> None:

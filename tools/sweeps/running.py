@@ -224,6 +224,9 @@ class Queue:
     def _start_more(self) -> None:
         lanes = range(self._sweep.settings.parallel)
         while self._left and (free := [n for n in lanes if n not in self._running]):
+            if self._study.give_up(self._left[0]):
+                del self._left[0]
+                continue
             trial = self._study.take(self._left[0])
             if self._is_over(trial):
                 self._study.put_back(trial.number)
@@ -250,6 +253,8 @@ def queue_here(sweep: Sweep, study: Study, say: Say) -> Queue:
         return start_ranks(command, ranks, Path.cwd(), folder / "logs", env, signal.SIGUSR1)
 
     left = [record.number for record in study.records() if not record.has_ended]
+    if sweep.settings.prune:  # the first seed decides whether the others are needed
+        left.sort(key=lambda number: (number % len(sweep.seeds), number))
     return Queue(sweep, study, say, start, left)
 
 

@@ -1,7 +1,8 @@
 """A sweep's file and folder: a run config with [sweep] and [search], and optionally [ds]."""
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -15,8 +16,10 @@ from harness.config.sections import Count, CountOrZero, PathText, Positive, Sect
 from harness.errors import ConfigError, worded
 from harness.files.paths import RUN_CONFIGS, shipped
 from harness.plan.command import DEFAULT_DS_JSON, Command
-from tools.sweeps.space import Choice, Dimension, corners, draws, grid, read_space
+from tools.sweeps.space import Choice, Dimension, Range, Values, corners, draws, grid, read_space
 
+SEED = "train.seed"
+"""The key whose list in [search] repeats every setting."""
 _OURS = ("run.dir", "resume.from")  # the sweep sets these for each trial
 _QUIET = {"save.export": False, "sample.tokens": 0, "data.reservoir": 0}
 """Defaults of trials, which leave out what only a run to be kept needs."""
@@ -58,7 +61,8 @@ class SweepSection(Section):
     """grid: all combinations; random; tpe: tree-structured Parzen estimator, which learns from
     earlier trials (arXiv 2304.11127)."""
     trials: Annotated[int, Field(ge=1, le=MOST_TRIALS)] | None = None
-    """Number of trials; a grid determines its own."""
+    """Number of settings, each of which is trained with every seed of train.seed in [search]; a
+    grid determines its own."""
     seed: CountOrZero = 0
     """Random seed for choosing the trials."""
     metric: Text = "eval_loss"
@@ -88,6 +92,9 @@ class Sweep:
     """The content of the file."""
     settings: SweepSection
     space: Mapping[str, Dimension]
+    """What a setting consists of: the searched keys but train.seed."""
+    seeds: tuple[str, ...]
+    """Values of train.seed with which every setting is trained; ("",) if it is not searched."""
     fixed: tuple[str, ...]
     """key=value of what all trials share."""
 
@@ -97,26 +104,36 @@ class Sweep:
         return Path("runs") / (self.settings.name or self.path.stem)
 
     @property
-    def number_of_trials(self) -> int:
-        """Number of trials, including those that will be stopped early."""
+    def number_of_settings(self) -> int:
+        """Number of settings, including those that will be stopped early."""
         if self.settings.method == "grid":
             return math.prod(len(dimension.grid()) for dimension in self.space.values())
         assert self.settings.trials is not None
         return self.settings.trials
 
+    @property
+    def number_of_trials(self) -> int:
+        """Number of trials: every setting with every seed."""
+        return self.number_of_settings * len(self.seeds)
+
     def choices(self) -> Iterator[Choice | None]:
         """Yield each trial's values; None for those that earlier trials decide."""
+        settings: Iterable[Choice | None] = [None] * self.number_of_settings
         if self.settings.method == "grid":
-            yield from grid(self.space)
+            settings = grid(self.space)
         elif self.settings.method == "random":
-            yield from draws(self.space, self.number_of_trials, self.settings.seed)
-        else:
-            yield from [None] * self.number_of_trials
+            settings = draws(self.space, self.number_of_settings, self.settings.seed)
+        for setting, seed in itertools.product(settings, self.seeds):
+            yield setting if setting is None else self.with_seed(setting, seed)
+
+    def with_seed(self, setting: Choice, seed: str) -> Choice:
+        """Return the values of a trial: those of its setting and its seed."""
+        return {**setting, SEED: seed} if seed else setting
 
     def examples(self) -> Iterator[Choice]:
         """Yield values whose plans show every problem that a trial could have."""
         if self.settings.method == "tpe":
-            return corners(self.space)
+            return (self.with_seed(corner, self.seeds[0]) for corner in corners(self.space))
         return (choice for choice in self.choices() if choice is not None)
 
     def command(self, choice: Choice, run_dir: Path | None = None) -> Command:
@@ -167,15 +184,34 @@ def read_sweep(path: Path, problems: list[str]) -> Sweep:
         if "trials" not in tree.get("sweep", {}):  # a wrong number has been named
             problems.append(f"sweep.trials is missing ({origin}): set it, as in trials = 20")
         settings = settings.model_copy(update={"trials": 1})
+    seeds = _seeds(space, settings.method, origin, problems)
     fixed_words = tuple(f"{key}={value_as_text(v)}" for key, v in fixed.items() if key not in _OURS)
-    sweep = Sweep(path, tree, settings, space, fixed_words)
+    sweep = Sweep(path, tree, settings, space, seeds, fixed_words)
     if space and sweep.number_of_trials > MOST_TRIALS:
         problems.append(
-            f"[search] ({origin}) is a grid of {sweep.number_of_trials:,} points, more than "
+            f"[search] ({origin}) is a sweep of {sweep.number_of_trials:,} trials, more than "
             f'{MOST_TRIALS:,}: use fewer, or sweep.method = "random"'
         )
         sweep = replace(sweep, space={key: space[key] for key in [*space][:1]})
     return sweep
+
+
+def _seeds(
+    space: dict[str, Dimension], method: str, origin: str, problems: list[str]
+) -> tuple[str, ...]:
+    """Take train.seed out of the space; return its values."""
+    seeds = space.pop(SEED, None)
+    if isinstance(seeds, Range):
+        problems.append(
+            f"search.{SEED} is a range ({origin}): every setting is trained with each seed of a "
+            "list, such as [0, 1, 2]"
+        )
+    elif seeds is not None and not space and method != "grid":
+        problems.append(
+            f"[search] ({origin}) has only {SEED}, so that all settings are the same: use "
+            'sweep.method = "grid"'
+        )
+    return seeds.values if isinstance(seeds, Values) else ("",)
 
 
 def _settings(table: dict[str, Any], origin: str, problems: list[str]) -> SweepSection:

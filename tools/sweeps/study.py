@@ -6,6 +6,7 @@ several nodes.
 
 from __future__ import annotations
 
+import fcntl
 import math
 import warnings
 from pathlib import Path
@@ -23,6 +24,7 @@ from tools.sweeps.spec import Sweep
 
 JOURNAL = "study.journal"
 _NAME = "sweep"
+_FIXED = "fixed_params"  # Optuna's attribute of values that are decided
 _WHOLE = 1000  # progress is counted in thousandths of a run: trials may differ in steps
 _STARTUP = (3, 10)  # random trials before TPE has something to learn from, at least and at most
 _STATES = {
@@ -56,18 +58,41 @@ class Study:
 
     def take(self, number: int) -> OpenTrial:
         """Start a trial, or resume an interrupted one; its values are decided now."""
-        frozen, space = self._trials()[number], self._sweep.space
+        frozen, seeds = self._trials()[number], self._sweep.seeds
         if frozen.state == TrialState.WAITING:
             self._storage.set_trial_state_values(frozen._trial_id, TrialState.RUNNING)
         fewest, most = _STARTUP
-        # The same history gives the same values: each trial has a random state of its own.
+        # The same history gives the same values: each setting has a random state of its own.
         self._study.sampler = optuna.samplers.TPESampler(
-            seed=self._sweep.settings.seed + number,
-            n_startup_trials=max(fewest, min(most, self._sweep.number_of_trials // 3)),
+            seed=self._sweep.settings.seed + number // len(seeds),
+            n_startup_trials=len(seeds)
+            * max(fewest, min(most, self._sweep.number_of_settings // 3)),
         )
-        trial = Trial(self._study, frozen._trial_id)
-        choice = {key: _suggested(trial, key, dimension) for key, dimension in space.items()}
-        return OpenTrial(self._study, trial, number, choice, self._record(number, frozen).used)
+        first = Trial(self._study, self._first_of(number)._trial_id)
+        # Of a setting's trials, whichever starts first decides for all.
+        with (self._sweep.folder / "lock.values").open("w") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            trial, choice = first, self._values(first)
+        if first._trial_id != frozen._trial_id:
+            self._storage.set_trial_system_attr(frozen._trial_id, _FIXED, first.params)
+            trial = Trial(self._study, frozen._trial_id)
+            self._values(trial)
+        choice = self._sweep.with_seed(choice, seeds[number % len(seeds)])
+        used = self._record(number, frozen).used
+        return OpenTrial(self._study, trial, number, choice, used, first._trial_id)
+
+    def _values(self, trial: Trial) -> Choice:
+        """Return the values that the sampler, or the queue, decides."""
+        return {key: _suggested(trial, key, values) for key, values in self._sweep.space.items()}
+
+    def give_up(self, number: int) -> bool:
+        """Record a trial as stopped if its setting was; return True if so."""
+        first, trial = self._first_of(number), self._trials()[number]
+        is_stopped = first.state == TrialState.PRUNED and not trial.state.is_finished()
+        if is_stopped:
+            self._storage.set_trial_user_attr(trial._trial_id, "reason", "stopped with its setting")
+            self._storage.set_trial_state_values(trial._trial_id, TrialState.PRUNED)
+        return is_stopped
 
     def put_back(self, number: int) -> None:
         """Put a trial that was taken back in the queue; it keeps its values."""
@@ -83,8 +108,12 @@ class Study:
 
     def _enqueue(self, number: int, choice: Choice) -> None:
         space = self._sweep.space
-        params = {key: _as_param(text, space[key]) for key, text in choice.items()}
+        params = {key: _as_param(choice[key], space[key]) for key in space if key in choice}
         self._study.enqueue_trial(params, user_attrs={"number": number})
+
+    def _first_of(self, number: int) -> FrozenTrial:
+        """Return the trial of a setting's first seed."""
+        return self._trials()[number - number % len(self._sweep.seeds)]
 
     def _trials(self) -> dict[int, FrozenTrial]:
         """Return the newest entry of every trial, by its number in the sweep."""
@@ -96,8 +125,11 @@ class Study:
         return {number: newest[number] for number in sorted(newest)}
 
     def _record(self, number: int, trial: FrozenTrial) -> Record:
-        params = trial.params or trial.system_attrs.get("fixed_params", {})
-        space, state = self._sweep.space, _STATES[trial.state]
+        params = trial.params or trial.system_attrs.get(_FIXED, {})
+        space, state, seeds = self._sweep.space, _STATES[trial.state], self._sweep.seeds
+        choice = {
+            key: _as_text(params[key], values) for key, values in space.items() if key in params
+        }
         value = trial.value
         if state != "done":
             value = trial.intermediate_values.get(trial.last_step, math.inf)
@@ -106,7 +138,7 @@ class Study:
         return Record(
             number,
             "diverged" if value == math.inf and state == "done" else state,
-            {key: _as_text(params[key], values) for key, values in space.items() if key in params},
+            self._sweep.with_seed(choice, seeds[number % len(seeds)]),
             value,
             Used(*attributes.get("used", ())),
             attributes.get("reason", ""),
@@ -117,21 +149,33 @@ class OpenTrial:
     """A trial that this process runs."""
 
     def __init__(
-        self, study: optuna.Study, trial: Trial, number: int, choice: Choice, used: Used
+        self,
+        study: optuna.Study,
+        trial: Trial,
+        number: int,
+        choice: Choice,
+        used: Used,
+        first_id: int,
     ) -> None:
         self.number, self.choice = number, choice
         self.used_before = used  # what earlier attempts at it took
-        self._study, self._trial = study, trial
+        self._study, self._trial, self._first_id = study, trial, first_id
         self._reported = {*study._storage.get_trial(trial._trial_id).intermediate_values}
 
     def report(self, share: float, value: float) -> bool:
-        """Report the metric after a share of the run; return True if the trial must be stopped."""
+        """Report the metric after a share of the run; return True if the trial must be stopped.
+
+        The first seed of a setting is compared with the first seeds of others, and decides for all.
+        """
         place = round(share * _WHOLE)
         if place in self._reported:  # by an earlier attempt
             return False
         self._reported.add(place)
         self._trial.report(value, place)
-        return self._trial.should_prune()
+        if self._trial._trial_id == self._first_id:
+            return self._trial.should_prune()
+        first = self._study._storage.get_trial(self._first_id)
+        return first.state == TrialState.PRUNED
 
     def note(self, used: Used) -> None:
         """Record what the trial has used so far."""
@@ -163,7 +207,7 @@ def _pruner(sweep: Sweep) -> BasePruner:
 
 
 def _suggested(trial: Trial, key: str, dimension: Dimension) -> str:
-    """Return the text of a value that the sampler, or the queue, decides."""
+    """Return the text of one of the values."""
     if isinstance(dimension, Values):
         value: Any = trial.suggest_categorical(key, dimension.values)
     elif dimension.is_whole:

@@ -9,17 +9,17 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
 from harness import terminal
+from harness.config.assignments import listed
 from harness.files.paths import script
 from harness.report.run_record import read
 from tools.sweeps.cost import Cost, Record
+from tools.sweeps.ranking import Setting, best_of, ranked, tied
 from tools.sweeps.slurm import JOB, sbatch_options
 from tools.sweeps.space import Choice
-from tools.sweeps.spec import Sweep
+from tools.sweeps.spec import SEED, Sweep
 
 if TYPE_CHECKING:  # Optuna
     from tools.sweeps.running import Running
-
-_ENDS = {"done": "", "pruned": "stopped early", "diverged": "diverged", "failed": "failed"}
 
 
 def short_names(sweep: Sweep) -> dict[str, str]:
@@ -29,8 +29,9 @@ def short_names(sweep: Sweep) -> dict[str, str]:
 
 
 def values_text(sweep: Sweep, choice: Choice) -> str:
-    """Return a trial's values on one line."""
-    return " ".join(f"{name}={choice.get(key, '?')}" for key, name in short_names(sweep).items())
+    """Return the values of a trial, or of a setting, on one line."""
+    names = short_names(sweep) | ({SEED: "seed"} if SEED in choice else {})
+    return " ".join(f"{name}={choice.get(key, '?')}" for key, name in names.items())
 
 
 def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
@@ -42,14 +43,18 @@ def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
             [f"{n:03}", f"{cost.steps:,}", f"{cost.tokens:,}", *(choice or {}).values()]
             for n, (choice, cost) in enumerate(zip(sweep.choices(), costs, strict=True))
         ]
-        lines.append(_table(["trial", "steps", "tokens", *short_names(sweep).values()], rows))
+        names = [*short_names(sweep).values(), *["seed"] * is_repeated(sweep)]
+        lines.append(_table(["trial", "steps", "tokens", *names], rows))
         each = [(cost.steps, cost.tokens) for cost in costs]
     else:
-        lines.append(f"{settings.trials} trials; each is chosen when it starts (tpe)")
+        lines.append(f"{settings.trials} settings; each is chosen when it starts (tpe)")
         worst = max(costs, key=lambda cost: cost.tokens)
         each = [(worst.steps, worst.tokens)] * sweep.number_of_trials
     steps, tokens = (sum(numbers) for numbers in zip(*each, strict=True))
-    total = f"{len(each)} trials: {steps:,} steps, {tokens:,} tokens"
+    total = f"{len(each)} trials"
+    if is_repeated(sweep):
+        total = f"{sweep.number_of_settings} settings x {len(sweep.seeds)} seeds = {total}"
+    total += f": {steps:,} steps, {tokens:,} tokens"
     lines.append(total + (" if none is stopped early" if settings.prune else ""))
     limits = {"steps": budget.steps, "tokens": budget.tokens, "hours": budget.hours}
     if any(limits.values()):
@@ -61,37 +66,33 @@ def listing(sweep: Sweep, costs: Sequence[Cost]) -> str:
     return "\n".join(lines)
 
 
-def ranked(records: Sequence[Record]) -> list[Record]:
-    """Return the trials that have a result: whole trials first, then by how they ended."""
-    order = {"done": 0, "pruned": 1, "diverged": 2}
-    compared = [record for record in records if record.state in order]
-    return sorted(compared, key=lambda result: (order[result.state], result.value, result.number))
-
-
-def best_of(records: Sequence[Record]) -> Record | None:
-    """Return the best of the trials that ran to their end; None if none did."""
-    return next((record for record in ranked(records) if record.state == "done"), None)
-
-
-def cells_of(sweep: Sweep, record: Record, place: object, end: str) -> list[str]:
-    """Return a trial's row of `heads`."""
-    values = (record.choice.get(key, "") for key in sweep.space)
-    name, steps = f"{record.number:03}", f"{record.used.steps:,}"
-    return [str(place), name, shown(record.value), steps, *values, end]
+def cells_of(sweep: Sweep, setting: Setting, place: object, end: str) -> list[str]:
+    """Return a setting's row of `heads`."""
+    values = (setting.choice.get(key, "") for key in sweep.space)
+    steps = sum(trial.used.steps for trial in setting.trials)
+    over = [shown(setting.deviation), str(len(setting.values))] * is_repeated(sweep)
+    return [str(place), setting.name, shown(setting.mean), *over, f"{steps:,}", *values, end]
 
 
 def heads(sweep: Sweep) -> list[str]:
-    """Return the names of the columns."""
-    return ["rank", "trial", sweep.settings.metric, "steps", *short_names(sweep).values(), ""]
+    """Return the names of the columns; with several seeds, the metric is their mean."""
+    of = ["trials", sweep.settings.metric, "std", "n"]
+    if not is_repeated(sweep):
+        of = ["trial", sweep.settings.metric]
+    return ["rank", *of, "steps", *short_names(sweep).values(), ""]
+
+
+def is_repeated(sweep: Sweep) -> bool:
+    """Return True if settings are trained with several seeds."""
+    return len(sweep.seeds) > 1
 
 
 def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
-    """Return the ranked table, failures with their reasons, and the name of the best."""
-    rows = [
-        cells_of(sweep, record, place, _ENDS[record.state])
-        for place, record in enumerate(ranked(records), 1)
-    ]
+    """Return the ranked table, ties, failures with their reasons, and the name of the best."""
+    settings = ranked(sweep, records)
+    rows = [cells_of(sweep, s, place, s.end) for place, s in enumerate(settings, 1)]
     blocks = [_table(heads(sweep), rows)] if rows else []
+    blocks += [tie_of(settings)] * bool(tie_of(settings))
     for record in records:
         if record.state == "failed":
             blocks.append(f"trial {record.number:03} failed: {record.reason}")
@@ -105,14 +106,35 @@ def ranking(sweep: Sweep, records: Sequence[Record]) -> str:
             f"{sets} held-out sets, whose losses cannot be compared: keep data.*, eval.* and "
             "train.carry_state out of [search], or compare only trials with equal values of them"
         )
-    if (best := best_of(records)) is not None:
-        where = sweep.folder_of(best.number)
-        blocks.append(f"best: {where}, {sweep.settings.metric} {shown(best.value)}, as by")
+    if (best := best_of(sweep, records)) is not None:
+        blocks.append(f"best: {result_of(sweep, best)}, as by")
     return "\n".join(blocks)
 
 
-def best_command(sweep: Sweep, best: Record) -> str:
-    """Return the command that trains with a trial's values: on Slurm if the sweep ran there."""
+def result_of(sweep: Sweep, setting: Setting) -> str:
+    """Return where a setting was trained, and its metric."""
+    metric = f"{sweep.settings.metric} {shown(setting.mean)}"
+    if setting.deviation < math.inf:
+        metric += f" (mean of {len(setting.values)} seeds, standard deviation "
+        metric += f"{shown(setting.deviation)})"
+    folders = [str(sweep.folder_of(trial.number)) for trial in setting.trials]
+    return f"{' to '.join(dict.fromkeys([folders[0], folders[-1]]))}, {metric}"
+
+
+def tie_of(settings: Sequence[Setting]) -> str:
+    """Return which settings other seeds may rank before the first; "" if none."""
+    ties = tied(settings) if settings else []
+    if not ties:
+        return ""
+    places = listed(str(settings.index(other) + 1) for other in ties)
+    return (
+        f"tied with rank 1, within one standard deviation over the seeds: rank {places}. More "
+        "seeds would tell them apart"
+    )
+
+
+def best_command(sweep: Sweep, best: Setting) -> str:
+    """Return the command that trains with a setting's values: on Slurm if the sweep ran there."""
     ranks = sweep.settings.ranks
     start = ["python"] if ranks == 1 else ["deepspeed", "--num_accelerators", str(ranks)]
     program = script("harness/train.py")
