@@ -121,7 +121,7 @@ def test_a_rank_is_bound_to_the_gpu_it_sees_or_told_the_way_out(
 def test_every_group_waits_longer_than_the_watchdog(
     hang_first_s: int, patience_s: int, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", PATIENCE, hang_first_s]
+    command = [sys.executable, "-c", PATIENCE, str(hang_first_s)]
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
     assert ended.output.splitlines()[-1] == f"{patience_s} {patience_s}"
