@@ -36,10 +36,12 @@ join(World(rank=3, world_size=8, local_rank=3, local_world_size=8, launcher="slu
 PATIENCE = """
 import sys
 import torch
+from harness.engine.importing import importing
+with importing():
+    from deepspeed import comm
 from harness.engine.processes import join, leave
 from harness.layout.world import World
 join(World.from_environ(), float(sys.argv[1]))
-from deepspeed import comm
 assert "mlflow" not in sys.modules  # DeepSpeed's autotuner imports it
 cpu, first, second = torch.device("cpu"), torch.distributed.group.WORLD, comm.new_group([0])
 print(*(int(group._get_backend(cpu).options._timeout.total_seconds()) for group in (first, second)))
