@@ -1,12 +1,13 @@
-"""The training loss, summed over target tokens.
+"""The training loss, summed over target tokens or over preference pairs.
 
 A LossSetup says how: from all logits, in chunks if they are large, with a sharded vocabulary, or by
-Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch.
+Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch: its
+target tokens, or its pairs.
 """
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
+from harness.models.preferences import Pairs, Preferences
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
 from harness.models.token_losses import Vocabulary, token_losses
@@ -33,6 +35,8 @@ class LossSetup:
     """Batches contain padding, which the balancing loss of a mixture of experts ignores."""
     rows: DividedRows | None = None
     """With these, this rank computes its tokens of each row."""
+    preferences: Preferences | None = None
+    """The objective for pairs; None: cross-entropy."""
 
 
 PLAIN = LossSetup()
@@ -47,6 +51,7 @@ def forward(
     setup: LossSetup = PLAIN,
     smoothing: float = 0.0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
+    pairs: Pairs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on one micro-batch; the three tensors are (micro_batch, seq_len) int64.
 
@@ -59,6 +64,7 @@ def forward(
         with separating(position_ids is not None):
             arguments = rows.keywords(input_ids, position_ids)
         input_ids, labels = rows.own(input_ids), rows.own(labels)
+        pairs = pairs and replace(pairs, segments=rows.own(pairs.segments))
     own: Any = getattr(model, "module", model)
     if setup.fuses_loss and own.training and not smoothing:
         # Liger returns the sum, divided by 1. It accumulates the head's gradient over chunks of
@@ -68,14 +74,20 @@ def forward(
     counted = counted_tokens(position_ids, setup.gets_padding)
     balancing = balancing_of(own, counted) if rows is None else rows.balancing(counted)
     with separating(position_ids is not None), balancing:
-        return losses(own, run, labels, setup, smoothing)
+        return losses(own, run, labels, setup, smoothing, pairs)
 
 
 def losses(
-    model: Any, run: Callable[[], Any], labels: torch.Tensor, setup: LossSetup, smoothing: float
+    model: Any,
+    run: Callable[[], Any],
+    labels: torch.Tensor,
+    setup: LossSetup,
+    smoothing: float,
+    pairs: Pairs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed token loss of `run`, which calls the model, and the auxiliary loss of a
-    mixture of experts, already multiplied by the model's coefficient (None for dense models).
+    """Return the summed loss of `run`, which calls the model, and the auxiliary loss of a mixture
+    of experts, already multiplied by the model's coefficient (None for dense models). The sum is
+    over `pairs` if there are any, otherwise over tokens.
     """
     chunked = setup.chunked
     with chunked.of(labels, smoothing, setup.vocabulary) if chunked else contextlib.nullcontext():
@@ -86,7 +98,11 @@ def losses(
     if outputs.logits is None:  # fused head, see models/layer_changes.py
         return outputs.loss.float(), auxiliary
     if chunked is not None:
-        return chunked.taken(outputs.logits), auxiliary
-    if setup.vocabulary is not None:
-        return setup.vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
-    return token_losses(outputs.logits, labels, smoothing), auxiliary
+        each = chunked.taken(outputs.logits)
+    elif setup.vocabulary is not None:
+        each = setup.vocabulary.token_losses(outputs.logits, labels, smoothing)
+    else:
+        each = token_losses(outputs.logits, labels, smoothing)
+    if pairs is None or setup.preferences is None:
+        return each.sum(), auxiliary
+    return setup.preferences(each, labels, pairs), auxiliary
