@@ -156,7 +156,8 @@ class Source:
         whole = [side for side in self.sides.values() if isinstance(side, WholeWindows)]
         if longer := sum(side.facts.too_long for side in whole):
             documents = sum(side.split.num_documents for side in whole)
-            said["too_long"] = self.config.too_long_text(longer, documents)
+            pairs = bool(self.corpus.preferences)
+            said["too_long"] = self.config.too_long_text(longer, documents, of_pairs=pairs)
         if untrained := sum(side.facts.without_target for side in whole):
             longest, seq_len = max(side.facts.longest for side in whole), self.config.seq_len
             remedy = f" (the longest has {longest:,}): raise data.seq_len" * (longest > seq_len)
@@ -210,7 +211,9 @@ class Source:
                 yield (
                     f"{of_side} {facts.too_long:,} documents, all longer than data.seq_len = "
                     f"{spec.config.seq_len:,} tokens (the longest has {facts.longest:,}) and "
-                    "dropped: raise data.seq_len, or set data.too_long=cut"
+                    "dropped: raise data.seq_len"
+                    + ", or set data.too_long=cut"
+                    * (not spec.preferences)
                 )
             else:
                 yield (

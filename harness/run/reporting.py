@@ -61,13 +61,13 @@ def evaluate_weights(run: Run) -> None:
 
 def evaluated(run: Run) -> dict[str, Any]:
     """Evaluate and return the fields of a metrics line; {} if interrupted. Collective."""
+    evaluated_pairs(run)  # of other evaluations
     loss, by_position = evaluate_by_position(run)
     if loss is None:
         return {}
     run.stability.see_evaluation(loss, run.state.step)
     pairs = evaluated_pairs(run)
     of_sets, needles = evaluate_sets(run), evaluate_needles(run)
-    evaluated_pairs(run)  # those of the other sets do not count in the next evaluation
     return {"eval_loss": loss, **pairs, **of_sets, "loss_by_position": by_position, **needles}
 
 
