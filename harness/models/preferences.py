@@ -76,8 +76,9 @@ class Preferences:
             rewards = self.beta * (logprobs - reference)
             loss = -logsigmoid(rewards[:, 0] - rewards[:, 1])
         elif self.objective == "ipo":  # arXiv 2310.12036, equation 17, with means over tokens
-            rewards = self.beta * (logprobs - reference) / tokens
-            loss = ((rewards[:, 0] - rewards[:, 1]) / self.beta - 1 / (2 * self.beta)) ** 2
+            rewards = self.beta * (logprobs - reference)
+            ratios = (logprobs - reference) / tokens
+            loss = (ratios[:, 0] - ratios[:, 1] - 1 / (2 * self.beta)) ** 2
         elif self.objective == "simpo":  # arXiv 2405.14734, equation 6
             rewards = self.beta * means
             loss = -logsigmoid(rewards[:, 0] - rewards[:, 1] - self.margin)

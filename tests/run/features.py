@@ -168,10 +168,27 @@ def _numbers(folder: Path) -> list[str]:
     return [f"data.path={write_lines(folder / 'numbers.jsonl', texts)}"]
 
 
+def _preferences(folder: Path) -> list[str]:
+    """Write pairs of a short and a long answer, and a tokenizer with a template."""
+    tokenizer_of("llama3").save_pretrained(folder / "tokenizer")
+    draw = random.Random(0)
+    pairs = [
+        {
+            "prompt": sentence(draw, 3, 9),
+            "chosen": sentence(draw, 2, 5),
+            "rejected": sentence(draw, 5, 12),
+        }
+        for _ in range(80)
+    ]
+    path = write_lines(folder / "preferences.jsonl", pairs)
+    return [f"data.path={path}", f"data.tokenizer={folder / 'tokenizer'}"]
+
+
 CORPORA: dict[str, Callable[[Path], list[str]]] = {
     "skewed": _skewed,
     "mixture": _mixture,
     "chats": _chats,
+    "preferences": _preferences,
     "numbers": _numbers,
 }
 

@@ -22,7 +22,7 @@ from tools.studio_pages.memory import by_phase, numbers_of
 _THIS, _ALL = "this JSON", "every layout, ranked"
 _NOT_ASKED = (
     *("gpus_per_node", "network", "host_memory", "disk"),
-    *("price", "quantize", "measured", "rates"),
+    *("price", "budget", "init_from", "quantize", "measured", "rates"),
 )
 """Options of tools/plan_cluster.py that the page leaves to their defaults."""
 
