@@ -200,19 +200,25 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
     for smoothing in (0.0, 0.1):
         whole = logits.clone().requires_grad_()
         expected = functional.cross_entropy(
-            whole.flatten(0, 1), labels.flatten(), reduction="sum", label_smoothing=smoothing
+            whole.flatten(0, 1), labels.flatten(), reduction="none", label_smoothing=smoothing
         )
-        expected.backward()
+        weights = torch.rand(expected.shape, generator=generator)  # as pairs weigh their tokens
+        expected.backward(weights)
         mine = logits[..., own].clone().requires_grad_()
-        loss = part.token_losses(mine, labels, smoothing)
-        loss.backward()
+        losses = part.token_losses(mine, labels, smoothing)
+        losses.backward(weights)
         how = _How(24, (), smoothing, part)
         weight = torch.eye(VOCAB_SIZE)[own]  # so that the hidden states are the logits
-        chunked = _HeadAndLoss.apply(logits.flatten(0, 1), weight, None, labels.flatten(), how)  # type: ignore[no-untyped-call]
-        for each in (loss, chunked):
-            assert abs(float(each.detach()) / float(expected.detach()) - 1) < 1e-6, smoothing
+        hidden = logits.flatten(0, 1).clone().requires_grad_()
+        chunked = _HeadAndLoss.apply(hidden, weight, None, labels.flatten(), how)  # type: ignore[no-untyped-call]
+        chunked.backward(weights)
+        for each in (losses, chunked):
+            assert torch.allclose(each, expected, rtol=1e-5, atol=1e-6), smoothing
         assert mine.grad is not None
         assert whole.grad is not None
+        assert hidden.grad is not None
+        slopes = hidden.grad.view_as(whole)[..., own]
+        assert (slopes - whole.grad[..., own]).abs().max() < 1e-6, smoothing
         assert (mine.grad - whole.grad[..., own]).abs().max() < 1e-6, smoothing
 
 

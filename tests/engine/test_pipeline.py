@@ -45,9 +45,9 @@ def test_stages_start_from_the_weights_that_one_process_draws() -> None:
     folder()  # rank 0 draws its models, once
     pieces, draw = [], initialize.draw
 
-    def watched(model: Any, piece: Any, seed: int) -> Any:
+    def watched(model: Any, piece: Any, *how: Any) -> Any:
         pieces.append(piece.name)
-        return draw(model, piece, seed)
+        return draw(model, piece, *how)
 
     with mock.patch.object(initialize, "draw", watched):
         engine = engine_of(STAGES)

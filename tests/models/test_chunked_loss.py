@@ -76,7 +76,7 @@ class HeadAlone:
         """Run the forward pass, and the backward pass."""
         with self.loss.of(self.labels, 0.0, self.part), torch.set_grad_enabled(trains):
             output = self.head(self.hidden)
-        loss = self.loss.taken(output)
+        loss = self.loss.taken(output).sum()
         if trains:
             loss.backward()
 

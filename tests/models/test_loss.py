@@ -11,7 +11,7 @@ from harness.models.loss import LossSetup, forward
 from harness.models.sequence import DividedRows
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
-from harness.models.token_losses import is_recording, recording, token_losses
+from harness.models.token_losses import recording, token_losses
 from tests.engine.small import MODEL
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
@@ -67,38 +67,35 @@ def test_documents_do_not_see_each_other_where_positions_restart() -> None:
 
 
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
-def test_loss_sums_over_targets_or_mixes_in_all_tokens(smoothing: float) -> None:
+def test_losses_are_of_targets_alone_or_mix_in_all_tokens(smoothing: float) -> None:
     logits, labels = torch.randn(2, 5, 7), torch.randint(0, 7, (2, 5))
     labels[0, :2] = -100
     chances, targets = logits.log_softmax(-1), nn.functional.one_hot(labels.clamp(min=0), 7)
     mixed = (1 - smoothing) * targets + smoothing / 7
-    expected = -(mixed * chances).sum(-1)[labels != -100].sum()
-    loss = token_losses(logits, labels, smoothing)
-    assert float(loss) == pytest.approx(float(expected), rel=1e-6)
+    expected = -(mixed * chances).sum(-1) * (labels != -100)
+    losses = token_losses(logits, labels, smoothing)
+    assert torch.allclose(losses, expected.flatten(), rtol=1e-6)
     assert token_losses(logits.bfloat16(), labels).dtype == torch.float32
 
 
 def test_sums_are_those_of_each_sources_samples() -> None:
-    logits, labels = torch.randn(5, 7, 11, requires_grad=True), torch.randint(0, 11, (5, 7))
+    logits, labels = torch.randn(5, 7, 11), torch.randint(0, 11, (5, 7))
     labels[2, 3:] = -100
     sums, sources = torch.zeros(3, dtype=torch.float64), torch.tensor([2, 0, 2, 2, 0])
     with recording(sums, sources):
         loss = token_losses(logits, labels, 0.1)
         token_losses(logits, labels, 0.1)
-    assert not is_recording()
-    apart = [float(token_losses(logits[n : n + 1], labels[n : n + 1], 0.1)) for n in range(5)]
+    token_losses(logits, labels)  # is not recorded
+    apart = loss.detach().view(5, 7).sum(1).tolist()
     expected = [2 * (apart[1] + apart[4]), 0, 2 * (apart[0] + apart[2] + apart[3])]
     assert sums.tolist() == pytest.approx(expected, rel=1e-6)
-    (gradient,) = torch.autograd.grad(loss, logits)
-    (plain,) = torch.autograd.grad(token_losses(logits, labels, 0.1), logits)
-    assert torch.allclose(gradient, plain)
 
 
 def test_nothing_is_recorded_without_sources_or_a_loss() -> None:
     sums = torch.zeros(2)
     for none in ((sums, None), (None, torch.zeros(1))):
         with recording(*none):
-            assert not is_recording()
+            token_losses(torch.randn(1, 1, 7), torch.zeros(1, 1, dtype=torch.int64))
     assert sums.tolist() == [0, 0]
     with recording(sums, torch.zeros(1, dtype=torch.int64)):
         pass
