@@ -74,11 +74,6 @@ class Exercise:
         """Return True if a value counts as that answer."""
         return abs(value - answer) <= max(self.within / 100, 1e-9) * abs(answer)
 
-    def is_possible(self, wrong: float, truth: float) -> bool:
-        """Return True if a student could give a mistake's answer, and it is not right, too."""
-        is_answer = wrong > 0 and (self.within > 0 or wrong % 1 == 0)
-        return is_answer and not self.is_near(wrong, truth)
-
 
 _TABLES = tomllib.loads(Path(__file__).with_name("exercises.toml").read_text(encoding="utf-8"))
 AFTERNOONS: list[str] = [each["title"] for each in _TABLES["afternoons"]]
@@ -102,9 +97,12 @@ def posed(exercise: Exercise, name: str) -> Exercise:
             continue
         values, truth = {**drawn, **found, "GIB": GIB}, found["truth"]
         mistakes = {**_TABLES["mistakes"].get(exercise.unit, {}), **exercise.mistakes}
-        # The keys are arithmetic of our own file, such as truth / tensor.
-        wrong = [(eval(key, {}, values), why.format(**values)) for key, why in mistakes.items()]
-        wrong = [row for row in wrong if exercise.is_possible(row[0], truth)]
+        wrong = [
+            (answer, why.format(**values))
+            for key, why in mistakes.items()  # a key is arithmetic of our own file: truth / tensor
+            if (answer := eval(key, {}, values)) > 0 and (exercise.within or answer % 1 == 0)
+            if not exercise.is_near(answer, truth)
+        ]
         pages = [page.format(**values) for page in exercise.pages]
         text = {"task": exercise.task.format(**values), "commands": commands, "pages": pages}
         return replace(exercise, **text, file=file, truth=truth, wrong=wrong)
