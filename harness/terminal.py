@@ -151,11 +151,11 @@ def _help_paragraph(text: str, width: int) -> str:
         elif re.match(r" *\S+(?: \S+)*  ", line):
             shown += _wrapped_line(line, width)
         else:
-            shown += _wrapped_command(line, width)
+            shown += wrapped_command(line, width)
     return "\n".join(shown)
 
 
-def _wrapped_command(line: str, width: int) -> list[str]:
+def wrapped_command(line: str, width: int) -> list[str]:
     """Return a command as lines that a shell takes as one; options stay beside their values."""
     if len(line) <= width:
         return [line]

@@ -17,7 +17,7 @@ from tests.browser import SHOWN, WIDTHS, Browser, missing
 from tests.real_runs import REPOSITORY
 from tests.report.runs import line_at, plan, write_run
 from tests.studio.served import serving
-from tools.studio_pages import PAGES
+from tools.studio_app.lessons import PAGES
 
 _DRAWN = f"document.querySelector('.q-layout') ? {SHOWN} : !!document.querySelector('svg, table')"
 

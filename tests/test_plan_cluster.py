@@ -41,7 +41,7 @@ from tools.cluster.layouts import STATES, Layout, base_json, layouts
 from tools.cluster.search import Memo, count, count_all
 from tools.cluster.search import answer as answer_to
 from tools.cluster.what_if import Spent, _changes, front_of, largest_micro_batch
-from tools.plan_cluster import _parser
+from tools.plan_cluster import make_parser
 
 SMALL = ("--model", "gpt2-124m", "--gpus", 4, "--gpu", "a100-40", "--seq-len", 1024)
 JOB = (*SMALL, "--global-batch", 64)
@@ -54,7 +54,7 @@ def rows_of(table: str, keep: int) -> list[Any]:
 
 
 def arguments(*words: object) -> Any:
-    return _parser().parse_intermixed_args([*map(str, words)])
+    return make_parser().parse_intermixed_args([*map(str, words)])
 
 
 def job(model: str, gpus: int, gpu: str, seq_len: int, batch: int) -> tuple[Any, Question]:

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 WRITTEN = (  # by hand; the other pages are generated, or have no commands
     "layouts configs data cleaning models runs slurm export performance planner seeing"
-    " troubleshooting long_sequences"
+    " troubleshooting long_sequences course"
 )
 PAGES = README + "".join((ROOT / f"docs/{name}.md").read_text() for name in WRITTEN.split())
 

@@ -39,7 +39,7 @@ from tools.plan_args import add_plan_arguments, assumed_batch, plan_of
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text or JSON on standard output -> exit code."""
-    args = _parser().parse_intermixed_args(argv)
+    args = make_parser().parse_intermixed_args(argv)
     try:
         plan = plan_of(args, estimating=True)
         memory = _estimate(plan)
@@ -140,7 +140,8 @@ def traced_saved(config: dict[str, Any], inputs: Inputs, source: str | None = No
     return trace(request, as_the_run_does).bytes
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """Return the parser of the command line."""
     parser, add = command_parser(__doc__)
     add_plan_arguments(parser)
     host = "Host memory per node in GiB, for a verdict on it."

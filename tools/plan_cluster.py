@@ -37,7 +37,7 @@ from tools.plan_args import add_kernels
 
 def main(argv: list[str]) -> int:
     """Run the command: argv -> text or JSON on standard output -> exit code."""
-    args = _parser(calibrates="--calibrate" in argv).parse_intermixed_args(argv)
+    args = make_parser(calibrates="--calibrate" in argv).parse_intermixed_args(argv)
     if args.calibrate:
         return _calibrate(args)
     try:
@@ -128,7 +128,8 @@ _VALUES: dict[str, tuple[Callable[[str], object], str, str]] = {
 """Optional arguments with a value: type, its name, and help."""
 
 
-def _parser(*, calibrates: bool = False) -> argparse.ArgumentParser:
+def make_parser(*, calibrates: bool = False) -> argparse.ArgumentParser:
+    """Return the parser of the command line; `calibrates`: with --calibrate, it needs no job."""
     parser, add = command_parser(__doc__)
     job = {"required": not calibrates}
     add("--model", **job, help="preset, config.json, folder or hub id")

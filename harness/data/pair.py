@@ -326,15 +326,21 @@ class IndexedTokens:
         raise AssertionError(f"{pair.bin_path} has no id {place}")
 
 
+def bytes_per_id(vocab_size: int) -> int:
+    """Return the bytes of an id on disk: 2 (uint16) if the vocabulary has fewer than 65,500 ids, as
+    in Megatron-LM, otherwise 4 (int32).
+    """
+    return 2 if vocab_size < 65500 else 4
+
+
 def write_indexed(
     prefix: Path, vocab_size: int, sequences: Iterable[tuple[Sequence[int], bool]]
 ) -> None:
     """Stream (ids, True at the end of a document) into a .bin/.idx pair.
 
-    Ids are uint16 if the vocabulary has fewer than 65,500 of them, as in Megatron-LM, otherwise
-    int32. Only 12 bytes per sequence are held in memory.
+    Only 12 bytes per sequence are held in memory.
     """
-    code = _UINT16 if vocab_size < 65500 else _INT32
+    code = _UINT16 if bytes_per_id(vocab_size) == 2 else _INT32
     dtype = np.dtype(TYPES[code])
     sizes, bounds = array("i"), array("q", [0])
     with Path(f"{prefix}.bin").open("wb") as file:

@@ -26,7 +26,7 @@ from tests.plan.test_ds_shapes import SHAPES
 from tests.real_runs import TRAIN, environment
 from tests.tables import beside
 from tools.cluster.ask import question_of
-from tools.plan_cluster import _parser
+from tools.plan_cluster import make_parser
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
@@ -284,7 +284,7 @@ def test_two_changes_make_8b_fit_on_eight_cards_of_24_gib() -> None:
         assert (fits.fits, fits.code) == (True, ExitCode.DONE)
     assert _elsewhere([*words, "plan.force=true"]).code == ExitCode.DONE  # as the run's
     assert json.loads(json.dumps(seen.to_json()))["fits"] is False
-    asked = question_of(_parser().parse_args(shlex.split(planner)))
+    asked = question_of(make_parser().parse_args(shlex.split(planner)))
     assert (asked.gpus, asked.global_batch, asked.run.data.seq_len) == (8, 48, 4096)
 
 

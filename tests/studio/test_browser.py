@@ -13,10 +13,10 @@ from tests.studio.served import Studio
 from tests.studio.test_pages import figures_of
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Figure, html_of
+from tools.studio_app.lessons import PAGES
 from tools.studio_app.page import Page as StudioPage
 from tools.studio_app.page import Slider, format_value
 from tools.studio_app.runs import read_runs_of
-from tools.studio_pages import PAGES
 
 pytestmark = needs_browser
 

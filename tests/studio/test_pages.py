@@ -27,6 +27,7 @@ from harness.report.run_record import RunRecord
 from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, Table, html_of
+from tools.studio_app.lessons import PAGES
 from tools.studio_app.page import (
     ABOUT,
     LESSONS,
@@ -41,7 +42,7 @@ from tools.studio_app.page import (
 from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
-from tools.studio_pages import PAGES, hybrid
+from tools.studio_pages import hybrid
 from tools.studio_pages.checkpointing import _inputs, kept_bytes, passes
 from tools.studio_pages.cleaning import cleaned, trade_off
 from tools.studio_pages.data import trained_step

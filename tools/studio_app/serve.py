@@ -23,10 +23,10 @@ from starlette.responses import PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from harness.report.page import page_of
+from tools.studio_app.lessons import PAGES
 from tools.studio_app.page import read_values
 from tools.studio_app.runs import read_run, read_runs_of
 from tools.studio_app.view import add_pages
-from tools.studio_pages import PAGES
 
 COOKIE = "studio_token"
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]")

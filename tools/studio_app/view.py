@@ -36,7 +36,8 @@ _HOME = """
 <h1 class="title">Training studio</h1>
 <p class="sees">Six groups of lessons on training large models, best read in this order. Every
 figure is computed by the functions that plan and train. Have a run already?
-<a href="/plan">Plan it</a>, <a href="/runs">watch it</a>, or <a href="/problems">fix it</a>.</p>
+<a href="/plan">Plan it</a>, <a href="/runs">watch it</a>, or <a href="/problems">fix it</a>.
+<code>python tools/exercise.py</code> has exercises about these pages (docs/course.md).</p>
 """
 _KEYS = """
 document.addEventListener("keydown", (event) => {

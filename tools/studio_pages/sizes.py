@@ -3,6 +3,7 @@
 from functools import lru_cache
 from typing import NamedTuple
 
+from harness.data.pair import bytes_per_id
 from harness.layout.shape import Shape, flops_per_token, num_parameters
 from harness.plan.model_config import find_model_config
 from harness.report.chart import Chart, line, lines
@@ -50,7 +51,7 @@ def figures(values: Values) -> list[Figure]:
     tokens, unique = values["tokens"] * 1e9, values["unique"] * 1e9
     flops = flops_per_token(shape, values["seq_len"]) * tokens
     size, best = optimum(flops)
-    width = 2 if shape.vocab_size <= 65536 else 4
+    width = bytes_per_id(shape.vocab_size)
     epochs = tokens / unique
     then = f"and {best / 1e9:,.0f} billion tokens: {loss(size, best):.3f}"
     verdict = "good" if epochs <= 4 else "warning"
