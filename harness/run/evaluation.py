@@ -8,6 +8,7 @@ from harness.data.batch import Batch
 from harness.data.batches import Stream
 from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
 from harness.engine.api import ByGroup
+from harness.plan.plan import Plan
 from harness.run.run import Run
 
 EVALUATED_AT_ONCE = 8  # micro-batches between checks for a stop
@@ -108,11 +109,7 @@ def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, fl
     """
     run.pulse("evaluation", run.state.step)
     sums = torch.zeros(1 + buckets, 2, dtype=torch.float64, device=run.engine.device)
-    groups, longest = None, run.plan.seq_len
-    if buckets:  # equal ranges of the number of tokens that a target's input token can attend to
-        groups = ByGroup(
-            sums[1:], lambda batch: batch.buckets(buckets, max(longest, batch.labels.shape[1]))
-        )
+    groups = by_context(run.plan, sums[1:]) if buckets else None
     for first in range(0, len(batches), EVALUATED_AT_ONCE):
         if first and run.stop_asked()[0]:
             return None
@@ -123,3 +120,14 @@ def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, fl
     values = run.sum(sums.flatten() / run.plan.grid.tensor, over="norm")
     run.meter.restart()
     return [*zip(values[::2], values[1::2], strict=True)]
+
+
+def by_context(plan: Plan, sums: torch.Tensor) -> ByGroup:
+    """Return groups of tokens, one for each row of `sums` (buckets, 2): equal ranges of the number
+    of tokens that a target's input token can attend to.
+    """
+
+    def bucket(batch: Batch) -> torch.Tensor:
+        return batch.buckets(len(sums), max(plan.seq_len, batch.labels.shape[1]))
+
+    return ByGroup(sums, bucket)

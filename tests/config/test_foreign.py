@@ -75,7 +75,8 @@ def test_what_other_trainers_call_a_key_is_one_of_ours() -> None:
 @pytest.mark.parametrize(
     ("key", "said"),
     [
-        ("train.method", "reinforcement learning"),
+        ("train.loss_type", "; did you mean train.objective?"),
+        ("rpo_alpha", "; did you mean train.sft_weight?"),
         ("kto", ": not supported; docs/alternatives.md"),
         ("model.load_in_8bit", ": not supported; docs/alternatives.md"),
         ("model.fp8", "; did you mean model.float8?"),

@@ -11,6 +11,7 @@ from harness.data.batch import Batch
 from harness.data.needles import Needles
 from harness.models.attention_sums import COVERED
 from harness.run.attention import attention_sums
+from harness.run.evaluation import by_context
 from harness.run.meter import WeightChange
 from harness.steps import Step
 from tests.engine.engines import all_batches, cells, engine_of, share_of, written
@@ -136,7 +137,9 @@ def test_measurements_are_those_of_plain_transformers(
 
     # The loss by position comes from each token.
     by_position = torch.zeros(BUCKETS, 2, dtype=torch.float64)
-    sums = torch.cat([engine.eval_batch(batches, by_position), by_position.flatten()])
+    sums = torch.cat(
+        [engine.eval_batch(batches, by_context(engine.plan, by_position)), by_position.flatten()]
+    )
     loss, count, *by_bucket = engine.sum_over_ranks(sums).tolist()
     assert by_bucket == pytest.approx([n for bucket in buckets for n in bucket], rel=1e-4)
     assert sum(by_bucket[::2]) == pytest.approx(loss, rel=1e-6)
@@ -144,7 +147,7 @@ def test_measurements_are_those_of_plain_transformers(
 
     # Rows longer than the training rows are distinguished by depth.
     longer = torch.zeros(2, 2, dtype=torch.float64)
-    engine.eval_batch(needles(own), longer)
+    engine.eval_batch(needles(own), by_context(engine.plan, longer))
     expected = expected_needles()
     assert all(targets for _, targets in expected)
     for measured, wanted in zip(engine.sum_over_ranks(longer).tolist(), expected, strict=True):

@@ -89,6 +89,12 @@ def _turns(a: int, b: int) -> list[dict[str, Any]]:
     ]
 
 
+def _pair(a: int, b: int) -> dict[str, Any]:
+    """Return a question with an answer and an evasion."""
+    asked, answered = _turns(a, b)
+    return {"prompt": asked["content"], "chosen": answered["content"], "rejected": f"{b} is {a}."}
+
+
 def _calls(a: int, b: int) -> list[dict[str, Any]]:
     asked, answered = _turns(a, b)
     call = {"type": "function", "function": {"name": "add", "arguments": {"a": a, "b": b}}}
@@ -138,6 +144,7 @@ def corpora(tmp_path_factory: pytest.TempPathFactory) -> Path:
     write_lines(folder / "chats.jsonl", [{"messages": _turns(a, b)} for a, b in sums])
     write_lines(folder / "calls.jsonl", calls)
     write_lines(folder / "corpus.jsonl", _texts())
+    write_lines(folder / "pairs.jsonl", [_pair(a, b) for a, b in sums])
     return folder
 
 
@@ -211,6 +218,8 @@ def test_a_recipe_reaches_the_loss_that_its_first_line_states(
     reached, (first, last) = losses_of(run), recipe.losses
     assert reached[0] == pytest.approx(first, rel=0.1)
     assert reached[-1] <= last < 0.7 * first
+    last_line = [*run.read_metrics()][-1]
+    assert last_line.get("eval_preference_accuracy", 1) > 0.9
 
 
 # --- fine-tuning as the README prints it ---
