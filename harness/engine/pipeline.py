@@ -87,7 +87,8 @@ class PipelineEngine(ZeroEngine):
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             wanted = next(labels)
             with self.forward.by_position(next(of_batch), by_position):
-                loss = losses(self.stage.model, run, wanted, self.setup, 0.0)[0]
+                setup = self.setup.in_evaluation
+                loss = losses(self.stage.model, run, wanted, setup, 0.0)[0]
             sums.add_(torch.stack([loss.double(), (wanted != -100).sum().double()]))
             return loss
 

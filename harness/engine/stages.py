@@ -111,7 +111,9 @@ def unsplit_loss_and_norm(
     Layers are recomputed and gradients summed in fp32: this takes about `bytes_needed` bytes.
     """
     plan, device = engine.plan, engine.device
-    setup = LossSetup(gets_padding=engine.setup.gets_padding)
+    setup = LossSetup(gets_padding=engine.setup.gets_padding, own=engine.setup.own)
+    smoothing = plan.config.train.label_smoothing
+    differs = bool(smoothing) or setup.own is not None  # the loss, from that of an evaluation
     reads = plan.config.model.init_from is not None
     if not reads or config_of_files(plan, empty) is not None:
         model = copy.deepcopy(empty)
@@ -132,16 +134,16 @@ def unsplit_loss_and_norm(
     loss = torch.zeros((), device=device)
     for batch in batches:
         keywords = batch.keywords(plan.config.model.attention, device)
-        smoothing = plan.config.train.label_smoothing
-        if smoothing or not compares_norm:  # the loss is compared with that of an evaluation
+        if differs or not compares_norm:
+            tokens = batch.on(device)
             with torch.no_grad():
-                token_loss, _ = forward(model, *batch.on(device), setup, keywords=keywords)
+                token_loss, _ = forward(model, *tokens, setup.in_evaluation, keywords=keywords)
             loss += token_loss / max(targets, 1)
         if not compares_norm:
             continue
         token_loss, auxiliary = forward(model, *batch.on(device), setup, smoothing, keywords)
         share = token_loss / max(targets, 1)
-        if not smoothing:
+        if not differs:
             loss += share.detach()
         if auxiliary is not None:
             share = share + auxiliary / len(batches)

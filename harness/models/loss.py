@@ -6,18 +6,21 @@ Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of th
 
 import contextlib
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
+from harness.config.own import ROWS
+from harness.errors import ConfigError
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
-from harness.models.token_losses import Vocabulary, token_losses
+from harness.models.token_losses import Vocabulary, record, token_losses
+from harness.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -33,6 +36,13 @@ class LossSetup:
     """Batches contain padding, which the balancing loss of a mixture of experts ignores."""
     rows: DividedRows | None = None
     """With these, this rank computes its tokens of each row."""
+    own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """The training loss of run.code (`own_loss`); None for cross-entropy."""
+
+    @property
+    def in_evaluation(self) -> "LossSetup":
+        """The setup for evaluations, whose loss is cross-entropy."""
+        return replace(self, own=None)
 
 
 PLAIN = LossSetup()
@@ -60,7 +70,7 @@ def forward(
             arguments = rows.keywords(input_ids, position_ids)
         input_ids, labels = rows.own(input_ids), rows.own(labels)
     own: Any = getattr(model, "module", model)
-    if setup.fuses_loss and own.training and not smoothing:
+    if setup.fuses_loss and own.training and not smoothing and setup.own is None:
         # Liger returns the sum, divided by 1. It accumulates the head's gradient over chunks of
         # tokens in fp32, not in the weight's bf16.
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1, "accum_dtype": torch.float32}
@@ -83,6 +93,8 @@ def losses(
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
+    if setup.own is not None:
+        return setup.own(outputs.logits.float(), labels), auxiliary
     if outputs.logits is None:  # fused head, see models/layer_changes.py
         return outputs.loss.float(), auxiliary
     if chunked is not None:
@@ -90,3 +102,35 @@ def losses(
     if setup.vocabulary is not None:
         return setup.vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
     return token_losses(outputs.logits, labels, smoothing), auxiliary
+
+
+def own_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return train.loss as a sum over tokens if it is one of run.code, after a trial with random
+    logits on the CPU; None for cross-entropy. Raises ConfigError.
+    """
+    row = ROWS.get(("loss", plan.config.train.loss))
+    if row is None:
+        return None
+    function = row.bound(plan.config.own.given)
+
+    def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses = function(logits, labels)
+        record(losses)
+        return losses.sum()
+
+    draw, rows = torch.Generator().manual_seed(0), int(plan.model_config.get("vocab_size") or 64)
+    logits = torch.randn(2, 4, rows, generator=draw, requires_grad=True)
+    labels = torch.randint(rows, (2, 4), generator=draw)
+    labels[0, :2] = -100
+    try:
+        losses = function(logits, labels)
+    except Exception as error:
+        raise row.failed(error) from error
+    if not torch.is_tensor(losses) or losses.shape != labels.shape:
+        kind = tuple(losses.shape) if torch.is_tensor(losses) else type(losses).__name__
+        raise ConfigError(f"{row} returns {kind}, not the loss of each token, (2, 4)")
+    if not losses.requires_grad:
+        raise ConfigError(f"{row} returns losses without a gradient")
+    if losses[labels == -100].any():
+        raise ConfigError(f"{row} returns losses where there is no target (label -100), not 0")
+    return summed
