@@ -251,16 +251,20 @@ class DataConfig(Section):
             return self.document_mask
         return is_masked and self.batching == "packed"  # others have one document per row
 
-    def too_long_text(self, number: int, documents: int, roughly: str = "") -> str:
-        """Return a sentence about the documents that are longer than a window."""
+    def too_long_text(
+        self, number: int, documents: int, roughly: str = "", of_pairs: bool = False
+    ) -> str:
+        """Return a sentence about the documents, or pairs, that are longer than a window."""
         done, other = {
             "cut": ("are cut at the end", " to drop or refuse"),
             "drop": ("are dropped", " to cut or refuse"),
             "refuse": ("are refused", " to cut or drop"),
         }[self.too_long]
-        share = number / max(documents, 1)
+        share, kind = number / max(documents, 1), "documents"
+        if of_pairs:  # which are not cut
+            kind, other = "pairs", {"drop": " to refuse", "refuse": " to drop"}[self.too_long]
         return (
-            f"{roughly}{number:,} of {documents:,} documents ({share:.1%}) are longer than "
+            f"{roughly}{number:,} of {documents:,} {kind} ({share:.1%}) are longer than "
             f"data.seq_len = {self.seq_len:,} tokens and {done}: raise data.seq_len, or set "
             f"data.too_long{other}"
         )

@@ -124,6 +124,14 @@ def help_texts(section: type[Section]) -> dict[str, str]:
     return texts
 
 
+NEXT_TOKEN = "next_token"
+BETAS = {"dpo": 0.1, "ipo": 0.1, "orpo": 0.1, "simpo": 2.0}
+"""Objectives of preference pairs, with the usual train.beta of each."""
+REFERENCE_FREE = ("orpo", "simpo")
+"""Those that do not compare with the initial weights."""
+_MARGIN = 0.5  # of simpo
+
+
 class TrainConfig(Section):
     """Length of the run and size of its steps."""
 
@@ -144,6 +152,18 @@ class TrainConfig(Section):
     ranks."""
     seed: Annotated[int, Field(ge=0, le=2**63 - 1)] = 0
     """Random seed of initial weights, data order and dropout."""
+    objective: Literal[NEXT_TOKEN, *BETAS] = NEXT_TOKEN  # type: ignore[valid-type]
+    """next_token; or, for pairs of a chosen and a rejected answer, dpo, ipo, orpo or simpo
+    (docs/preferences.md). data.seq_len is then the length of a pair, and losses are means over
+    pairs."""
+    beta: Positive | None = None
+    """Strength of a preference objective: of its pull to the initial weights (dpo, ipo), of its
+    odds (orpo), or of its rewards (simpo); None: 0.1, for simpo 2."""
+    margin: PositiveOrZero | None = None
+    """With simpo: reward by which the chosen side should lead; None: 0.5."""
+    sft_weight: PositiveOrZero = 0.0
+    """With a preference objective: weight of the chosen side's mean cross-entropy, which is added
+    to the loss (arXiv 2404.19733)."""
     loss: Annotated[str, name_in(LOSSES)] = "cross_entropy"
     """Training loss: cross_entropy, or one of run.code; held-out losses stay cross-entropy."""
     label_smoothing: Probability = 0.0
@@ -153,6 +173,21 @@ class TrainConfig(Section):
     """For recurrent models and Mamba-2: carry the state, but no gradients, from one window of
     data.seq_len tokens to the next (truncated back-propagation through time). The rows of batches
     and evaluations are then contiguous streams of text, in data order."""
+
+    @property
+    def preferences(self) -> str:
+        """The objective if it compares pairs, otherwise ""."""
+        return self.objective if self.objective in BETAS else ""
+
+    @property
+    def beta_used(self) -> float:
+        """`beta` if it is set, otherwise the objective's usual value."""
+        return BETAS.get(self.objective, 0.0) if self.beta is None else self.beta
+
+    @property
+    def margin_used(self) -> float:
+        """`margin` if it is set, otherwise the usual value."""
+        return _MARGIN if self.margin is None else self.margin
 
     def num_steps(self, curriculum: Curriculum, seq_len: int) -> int | None:
         """Return the number of optimizer steps; None with epochs, until the data is counted."""

@@ -70,11 +70,24 @@ class Batch:
     window to window; otherwise None."""
     goes_on: torch.Tensor | None = None
     """(micro_batch,) bool: the window starts inside a document; None without carried state."""
+    segments: torch.Tensor | None = None
+    """For preference pairs: 2 * pair for tokens of the chosen side, 2 * pair + 1 for the rejected
+    one's, -1 for padding; otherwise None."""
+    reference: torch.Tensor | None = None
+    """(pairs, 2) fp32: log-probabilities of both sides under the initial weights; None while they
+    are not known."""
 
     def __post_init__(self) -> None:
         if self.bounds is None:
             bounds = Bounds.of(self.input_ids, self.position_ids)
             object.__setattr__(self, "bounds", bounds)
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs of which both sides have a target."""
+        assert self.segments is not None, "other batches count tokens"
+        sides = self.segments[self.labels != -100].unique()
+        return int((sides[:-1] + 1 == sides[1:]).logical_and(sides[:-1] % 2 == 0).sum())
 
     def cut(self, pieces: int) -> Batch:
         """Return the same tokens as `pieces` times as many sequences of 1/`pieces` the length.
@@ -101,6 +114,8 @@ class Batch:
             self.labels[:, :length].contiguous(),
             None if positions is None else positions[:, :length].contiguous(),
             sources=self.sources,
+            segments=None if self.segments is None else self.segments[:, :length].contiguous(),
+            reference=self.reference,
         )
 
     def pinned(self) -> Batch:
@@ -114,6 +129,8 @@ class Batch:
             None if self.sources is None else self.sources.pin_memory(),
             self.windows,
             self.goes_on,
+            None if self.segments is None else self.segments.pin_memory(),
+            None if self.reference is None else self.reference.pin_memory(),
         )
 
     def keywords(self, attention: str, device: torch.device) -> dict[str, Any]:

@@ -194,11 +194,24 @@ class Stream:
     def _windows(self, samples: NDArray[np.int64]) -> NDArray[np.int64]:
         return window_of(samples, self.samples, self._seed, self._fingerprint)
 
+    def windows_of(self, samples: NDArray[np.int64]) -> list[tuple[Packed, NDArray[np.int64]]]:
+        """Return the windows of some samples, by source."""
+        return [(self.packed, self._windows(samples))]
+
     def _read(self, samples: NDArray[np.int64]) -> Batch:
-        windows = self.packed.read(self._windows(samples))
-        arrays = (windows.ids, windows.labels, windows.positions)
-        ids, labels, positions = (torch.from_numpy(array) for array in arrays)
-        return Batch(ids, labels, positions if self.document_mask else None)
+        return batch_of(self.packed, self._windows(samples), self.document_mask)
+
+
+def batch_of(packed: Packed, windows: NDArray[np.int64], document_mask: bool) -> Batch:
+    """Return (n,) windows as one batch. Raises ConfigError for an id outside the vocabulary."""
+    read = packed.read(windows)
+    arrays = (read.ids, read.labels, read.positions)
+    ids, labels, positions = (torch.from_numpy(array) for array in arrays)
+    batch = Batch(ids, labels, positions if document_mask else None)
+    if read.segments is None or read.reference is None:
+        return batch
+    reference = torch.from_numpy(read.reference).float()
+    return replace(batch, segments=torch.from_numpy(read.segments), reference=reference)
 
 
 EVALUATED_ROWS, LEAST_LENGTH = 64, 16

@@ -37,6 +37,8 @@ class Encoded:
     """Spans of tokens that are trained on, in order."""
     notes: Sequence[Note] = ()
     """Content of the row that is not trained on."""
+    chosen: int = 0
+    """Of a preference pair: number of tokens of its chosen side, which comes first."""
 
 
 @dataclass(frozen=True)

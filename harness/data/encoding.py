@@ -88,9 +88,13 @@ class Encoder:
     def _encode(self, documents: list[Chat | Ids | Piece]) -> list[Encoded | str]:
         """Return the ids of each document, or the problem with it."""
         if self._chats is not None:  # all documents of a corpus are of one kind
-            return self._of_chats(
-                self._chats, [document for document in documents if isinstance(document, Chat)]
-            )
+            chats = [document for document in documents if isinstance(document, Chat)]
+            others = [chat.rejected for chat in chats if chat.rejected is not None]
+            encoded = self._of_chats(self._chats, chats + others)
+            if not others:
+                return encoded
+            sides = zip(encoded[: len(chats)], encoded[len(chats) :], strict=True)
+            return [_pair(*both) for both in sides]
         pieces = [document for document in documents if isinstance(document, Piece)]
         rows = [document for document in documents if isinstance(document, Ids)]
         return [*self._of_pieces(pieces), *map(self._of_ids, rows)]
@@ -200,6 +204,22 @@ class Encoder:
             return False
         behind = ids[len(ids) - ids[::-1].index(eos) :]
         return not behind or not str(self._tokenizer.decode(behind)).strip()
+
+
+def _pair(chosen: Encoded | str, rejected: Encoded | str) -> Encoded | str:
+    """Return the sides of a preference as one document, or their problem."""
+    if isinstance(chosen, str) or isinstance(rejected, str):
+        side, problem = ("chosen", chosen) if isinstance(chosen, str) else ("rejected", rejected)
+        return f"{problem} (its {side} side)"
+    if chosen.ids == rejected.ids:
+        return "has the same text on both sides: nothing to prefer"
+    first = len(chosen.ids)
+    learned = [
+        *chosen.learned,
+        *((start + first, stop + first) for start, stop in rejected.learned),
+    ]
+    notes = [*chosen.notes, *(note for note in rejected.notes if note not in chosen.notes)]
+    return Encoded(chosen.ids + rejected.ids, learned, notes, first)
 
 
 def _is_end(runs: Sequence[tuple[int, int]], length: int) -> bool:

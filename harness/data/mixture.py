@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from harness.config.data_section import MixSource
 from harness.data.batch import Batch
 from harness.data.batches import Sample, Stream
-from harness.data.packing import Document
+from harness.data.packing import Document, Packed
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 
@@ -215,6 +215,14 @@ class Mixture(Stream):
         rows = [np.flatnonzero(sources == number) for number in range(len(self.streams))]
         return [(of_source, within[of_source]) for of_source in rows]
 
+    def windows_of(self, samples: NDArray[np.int64]) -> list[tuple[Packed, NDArray[np.int64]]]:
+        """Return the windows of some samples, by source."""
+        return [
+            part
+            for number, (_, within) in enumerate(self._by_source(samples))
+            for part in self.streams[number].windows_of(within)
+        ]
+
     def _read(self, samples: NDArray[np.int64]) -> Batch:
         rows_of, batches, numbers = [], [], []
         for number, (rows, within) in enumerate(self._by_source(samples)):
@@ -227,12 +235,20 @@ class Mixture(Stream):
         def joined(parts: list[torch.Tensor]) -> torch.Tensor:
             return torch.cat(parts)[back]
 
+        segments, pairs = list[torch.Tensor](), list[torch.Tensor]()
+        for batch in batches:
+            if batch.segments is not None and batch.reference is not None:
+                before = 2 * sum(map(len, pairs))
+                segments.append(torch.where(batch.segments < 0, -1, batch.segments + before))
+                pairs.append(batch.reference)
         positions = [batch.position_ids for batch in batches if batch.position_ids is not None]
         return Batch(
             joined([batch.input_ids for batch in batches]),
             joined([batch.labels for batch in batches]),
             joined(positions) if self.document_mask else None,
             sources=torch.from_numpy(np.concatenate(numbers)[back]),
+            segments=joined(segments) if segments else None,
+            reference=torch.cat(pairs) if pairs else None,
         )
 
 

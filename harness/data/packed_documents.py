@@ -12,7 +12,7 @@ import json
 from bisect import bisect_left, insort
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -274,9 +274,22 @@ class WholeWindows(Packed):
 
     holds_whole_documents = True
 
-    def __init__(self, folder: Path, side: str, *, alone: bool = False, **documents: Any) -> None:
-        """`documents`: the arguments of Packed."""
+    def __init__(
+        self,
+        folder: Path,
+        side: str,
+        *,
+        alone: bool = False,
+        chosen: NDArray[np.int64] | None = None,
+        **documents: Any,
+    ) -> None:
+        """`chosen`: for preference pairs, the number of tokens of each document's first side, by
+        its number in the corpus. `documents`: the arguments of Packed.
+        """
         super().__init__(**documents)
+        self.chosen, self.reference = chosen, np.zeros((0, 2))
+        if chosen is not None:
+            self.reference = np.full((self.split.num_documents, 2), np.nan)
         self._lengths: NDArray[np.int32] | None = None
         if alone:
             self._lengths = cached_array(folder / f"{side}.lengths.npy", np.dtype("i4"))
@@ -323,11 +336,42 @@ class WholeWindows(Packed):
             (read.ids, read.labels, read.positions), (ids, labels, offsets), strict=True
         ):
             array.reshape(-1)[places] = values
-        return read
+        return self._with_sides(read, rows, window, lengths, columns) if self.is_paired else read
+
+    @property
+    def is_paired(self) -> bool:
+        """True if each document is a preference pair."""
+        return self.chosen is not None
+
+    def _with_sides(
+        self, read: Windows, rows: NDArray[np.int64], *places: NDArray[np.int64]
+    ) -> Windows:
+        """Return windows in which the sides of each pair are documents of their own. `places`:
+        index of the window, length and column of each pair.
+        """
+        assert self.chosen is not None, "other documents have no sides"
+        segments = np.full(read.ids.shape, -1)
+        middles = self.chosen[self.split.numbers[rows]]
+        for pair, (window, length, column, middle) in enumerate(
+            zip(*(each.tolist() for each in (*places, middles)), strict=True)
+        ):
+            segments[window, column : column + middle] = 2 * pair
+            segments[window, column + middle : column + length] = 2 * pair + 1
+            read.positions[window, column + middle : column + length] -= middle
+            read.labels[window, column + middle - 1] = IGNORED  # the next token is another side's
+        return replace(read, segments=segments, reference=self.reference[rows])
+
+    def pairs_in(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the split rows of the pairs in the (n,) windows, as segments number them."""
+        return self._documents_in(windows)[0]
 
     def targets(self, windows: NDArray[np.int64]) -> int:
-        """Return the number of target tokens in the (n,) windows, without reading tokens."""
+        """Return the number of targets in the (n,) windows, tokens or pairs, without reading
+        tokens.
+        """
         rows, _, lengths, _ = self._documents_in(windows)
+        if self.is_paired:
+            return len(rows)
         return int(self.learned_in(rows, lengths).sum())
 
     def lengths(self, windows: NDArray[np.int64]) -> NDArray[np.int64]:

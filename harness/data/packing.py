@@ -40,7 +40,11 @@ class Windows:
     labels: NDArray[np.int64]
     """Already shifted: labels[:, i] is the target at position i, or IGNORED."""
     positions: NDArray[np.int64]
-    """Positions counted from 0 within each document."""
+    """Positions counted from 0 within each document, and within each side of a pair."""
+    segments: NDArray[np.int64] | None = None
+    """For preference pairs, as Batch.segments."""
+    reference: NDArray[np.float64] | None = None
+    """(pairs, 2), as Batch.reference."""
 
 
 class Packed:

@@ -18,7 +18,7 @@ from harness.config.batch import Curriculum, Slice
 from harness.data.batch import Batch
 from harness.data.batches import Sample, StepData, Stream, share_of_rank
 from harness.data.order import round_keys
-from harness.data.packing import Document
+from harness.data.packing import Document, Packed
 
 _GOLDEN = (math.sqrt(5) - 1) / 2
 _KEPT_POOLS = 8
@@ -150,6 +150,10 @@ class Padded(Stream):
         rounds = self._divided(step, micro_batch, data_ranks)
         batches = [self._trimmed(*of_ranks[data_rank]) for of_ranks in rounds]
         return StepData(batches, *self._sizes(rounds))
+
+    def windows_of(self, samples: NDArray[np.int64]) -> list[tuple[Packed, NDArray[np.int64]]]:
+        """Return the windows of some samples, by source."""
+        return self.base.windows_of(self._places(samples))
 
     def documents_of(self, index: int) -> list[Document]:
         """Return the documents of the sample at a global index, as tokens."""

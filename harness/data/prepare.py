@@ -33,6 +33,8 @@ FORMAT = 7
 # Increase this if the files of the split change.
 SPLIT_FORMAT = 4
 TOKENS, MASKS, NOTES, SPLIT_FACTS = "tokens", "masks.npy", "notes.json", "split.json"
+CHOSEN = "chosen.npy"
+"""File with the number of tokens of each pair's chosen side."""
 SKIPPED = "skipped.json"
 _REPORT_EVERY_CHARS = 1 << 26
 _FACT_TYPES: dict[str, type] = {
@@ -109,6 +111,7 @@ def encode_corpus(
 ) -> Counts:
     """Write the tokens and masks of the good lines; `progress` receives the characters so far."""
     encoder, masks, counts = Encoder(corpus, tokenizer, how), MaskWriter(), Counts()
+    chosen: list[int] = []
 
     def sequences() -> Iterator[tuple[list[int], bool]]:
         """Yield (ids of the next piece, True if its document ends there)."""
@@ -121,6 +124,7 @@ def encode_corpus(
                 counts.characters += part.num_characters
                 counts.tokens += len(encoded.ids)
                 counts.learned += sum(stop - start for start, stop in encoded.learned)
+                chosen.append(encoded.chosen)
                 yield encoded.ids, part.is_last
             progress(counts.characters)
             if bad_lines.are_enough:
@@ -128,6 +132,8 @@ def encode_corpus(
 
     write_indexed(folder / TOKENS, vocab_size(tokenizer), sequences())
     masks.save(folder / MASKS)
+    if corpus.preferences:
+        np.save(folder / CHOSEN, np.array(chosen, dtype=np.int64))
     return counts
 
 

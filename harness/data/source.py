@@ -6,16 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from harness.config.data_section import ANY_LENGTH, DataConfig, TokenBounds
-from harness.data.cache import Report, build_once, cache_key
+from harness.data.cache import Report, build_once, cache_key, cached_array
 from harness.data.chat_tokens import divided_control_tokens
 from harness.data.encoding import HowEncoded
 from harness.data.packed_documents import WHOLE_FORMAT, WholeWindows, write_whole
 from harness.data.packing import Packed
 from harness.data.pair import NO_MASKS, IndexedTokens, Masks, load_masks
 from harness.data.prepare import (
+    CHOSEN,
     FORMAT,
     MASKS,
     SPLIT_FACTS,
@@ -154,7 +156,8 @@ class Source:
         whole = [side for side in self.sides.values() if isinstance(side, WholeWindows)]
         if longer := sum(side.facts.too_long for side in whole):
             documents = sum(side.split.num_documents for side in whole)
-            said["too_long"] = self.config.too_long_text(longer, documents)
+            pairs = bool(self.corpus.preferences)
+            said["too_long"] = self.config.too_long_text(longer, documents, of_pairs=pairs)
         if untrained := sum(side.facts.without_target for side in whole):
             longest, seq_len = max(side.facts.longest for side in whole), self.config.seq_len
             remedy = f" (the longest has {longest:,}): raise data.seq_len" * (longest > seq_len)
@@ -208,7 +211,9 @@ class Source:
                 yield (
                     f"{of_side} {facts.too_long:,} documents, all longer than data.seq_len = "
                     f"{spec.config.seq_len:,} tokens (the longest has {facts.longest:,}) and "
-                    "dropped: raise data.seq_len, or set data.too_long=cut"
+                    "dropped: raise data.seq_len"
+                    + ", or set data.too_long=cut"
+                    * (not spec.preferences)
                 )
             else:
                 yield (
@@ -273,7 +278,10 @@ def open_source(
         }
         for side in (SIDES if spec.splits else SIDES[:1])
     }
-    sides = _packed(documents, folder, spec, report)
+    chosen = None
+    if spec.preferences:
+        chosen = cached_array(tokens_folder(cache, key) / CHOSEN, np.dtype("i8"))
+    sides = _packed(documents, folder, spec, report, chosen)
     pairs = tuple(
         (str(path.relative_to(corpus.path)), documents, count)
         for path, documents, count in (tokens.sizes() if corpus.is_folder_of_pairs else ())
@@ -373,14 +381,24 @@ def _split_folder(cache: Path, key: str, spec: DataSpec) -> Path:
 
 
 def _packed(
-    documents: Mapping[str, Mapping[str, Any]], split: Path, spec: DataSpec, report: Report
+    documents: Mapping[str, Mapping[str, Any]],
+    split: Path,
+    spec: DataSpec,
+    report: Report,
+    chosen: NDArray[np.int64] | None,
 ) -> dict[str, Packed]:
-    """Return the windows of each side of the split; `documents` holds the arguments of Packed."""
+    """Return the windows of each side of the split; `documents` holds the arguments of Packed, and
+    `chosen` the tokens of each pair's first side.
+    """
     config = spec.config
     sides = {side: Packed(**arguments, stride=spec.stride) for side, arguments in documents.items()}
     is_masked = any(side.split.is_masked for side in sides.values())
     alone = config.batching != "packed"
-    if not alone and (config.packing or ("whole" if is_masked else "stream")) == "stream":
+    if (
+        not spec.preferences
+        and not alone
+        and (config.packing or ("whole" if is_masked else "stream")) == "stream"
+    ):
         return sides
     parts: dict[str, Any] = {"seq_len": config.seq_len, "too_long": config.too_long}
     parts |= {"format": WHOLE_FORMAT, **({"alone": 2} if alone else {})}
@@ -392,7 +410,7 @@ def _packed(
 
     build_once(folder, build, report)
     return {
-        side: WholeWindows(folder, side, alone=alone, **arguments)
+        side: WholeWindows(folder, side, alone=alone, chosen=chosen, **arguments)
         for side, arguments in documents.items()
     }
 

@@ -47,6 +47,8 @@ class DataSpec:
     """Held-out samples per evaluation, for which contiguous streams are cut; None: all."""
     limit: ReadLimit | None = None
     """Where reading stops, for a dry run; None: at the end."""
+    preferences: str = ""
+    """train.objective if it compares pairs; "" for next-token prediction."""
     adds_rows: bool = False
     """True if the model gets extra rows for tokenizer ids beyond its vocabulary."""
 
@@ -69,6 +71,7 @@ class DataSpec:
             _until_sample(run),
             adds_rows=run.model.init_from is not None and "vocab_size" not in run.model.overrides,
             rows=rows,
+            preferences=run.train.preferences,
             eval_seq_len=run.eval.seq_len,
             eval_samples=run.eval.samples,
         )
@@ -197,6 +200,7 @@ def corpus_of(spec: DataSpec) -> Corpus:
             config.split,
             config.most_bad_rows,
             spec.limit,
+            spec.preferences,
         )
         corpus.identity()
     except OSError as error:

@@ -52,6 +52,17 @@ class Replica:
     """Group of the tensor-parallel ranks among them, each of which computes the gradient itself."""
 
 
+@dataclass(frozen=True)
+class ByGroup:
+    """ByGroup of tokens whose losses an evaluation sums apart."""
+
+    sums: torch.Tensor
+    """(groups, 2) fp64 on the rank's device: nats and targets, which are added to."""
+    of: Callable[[Batch], torch.Tensor]
+    """Returns the group of each token of a micro-batch, (micro_batch, seq_len) int64 on the CPU;
+    called once for each, in order."""
+
+
 class Engine(Protocol):
     """A model in training, in the layout of a plan. All ranks make the same calls in order.
     ZeroEngine (zero.py) says what each of them does.
@@ -65,9 +76,7 @@ class Engine(Protocol):
     def train_batch(
         self, batches: list[Batch], targets: int, lr: float, skip_rule: SkipRule | None = None
     ) -> StepResult: ...
-    def eval_batch(
-        self, batches: list[Batch], by_position: torch.Tensor | None = None
-    ) -> torch.Tensor: ...
+    def eval_batch(self, batches: list[Batch], by_group: ByGroup | None = None) -> torch.Tensor: ...
     def next_token_logits(self, input_ids: torch.Tensor) -> torch.Tensor: ...
     def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor: ...
     @property

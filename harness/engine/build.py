@@ -36,6 +36,7 @@ from harness.layout.tensor import TensorPlan
 from harness.models.adapters import quantize_linear_maps
 from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_logits
 from harness.models.loss import LossSetup, own_loss
+from harness.models.preferences import TALLIED, Preferences
 from harness.models.sequence import DividedRows
 from harness.models.skeleton import described_parameters
 from harness.models.stage import Stage
@@ -108,9 +109,10 @@ def build_engine(
     if operations is not None and (stage is None or stage.leave is None):
         chunked = ChunkedLoss(model, plan.loss_chunk, operations)
     rows = None if module.row_group is None else DividedRows(model, module.row_group)
-    fuses_loss = plan.config.model.kernels == "liger"
-    own = own_loss(plan)
-    setup = LossSetup(module.divided.vocabulary, chunked, fuses_loss, padded, rows, own)
+    preferences = _preferences(plan, device, module.row_group)
+    fuses_loss = plan.config.model.kernels == "liger" and preferences is None
+    objectives = preferences, own_loss(plan)
+    setup = LossSetup(module.divided.vocabulary, chunked, fuses_loss, padded, rows, *objectives)
     events = [*module.events, *settings, *notes]
     made = _made_groups(plan, engine, module)
     if stage is None:
@@ -186,6 +188,17 @@ def _made_groups(plan: Plan, engine: Any, module: _Module) -> list[dist.ProcessG
     made += [unit.tensor_group, unit.data_group] if unit else []
     made += [experts.parts, experts.group, experts.replicas] if experts else []
     return [*made, module.row_group]
+
+
+def _preferences(
+    plan: Plan, device: torch.device, row_group: dist.ProcessGroup | None
+) -> Preferences | None:
+    train = plan.config.train
+    if not train.preferences:
+        return None
+    settings = train.objective, train.beta_used, train.margin_used, train.sft_weight
+    tallies = torch.zeros(2, 1 + len(TALLIED), dtype=torch.float64, device=device)
+    return Preferences(*settings, tallies, row_group)
 
 
 def _operations_on_logits(

@@ -12,9 +12,10 @@ from transformers import PreTrainedModel
 
 from harness.checkpoint.tensor_file import Fragment
 from harness.data.batch import Batch, on_device
-from harness.engine.api import Fill, Kinds
+from harness.engine.api import ByGroup, Fill, Kinds
 from harness.layout.box import Part
 from harness.models.loss import LossSetup, forward
+from harness.models.preferences import Pairs
 from harness.models.recurrent_state import WINDOWS, Window
 from harness.models.token_losses import recording
 from harness.plan.plan import Plan
@@ -107,6 +108,15 @@ class CarriedStates:
         return pieces
 
 
+def pairs_of(batch: Batch, device: torch.device) -> Pairs | None:
+    """Return a micro-batch's pairs on a device, copied asynchronously; None if it has none, or no
+    reference.
+    """
+    if batch.segments is None or batch.reference is None:
+        return None
+    return Pairs(on_device(batch.segments, device), on_device(batch.reference, device))
+
+
 class ForwardPass:
     """The forward passes of a rank, over whole rows or over its section of each row."""
 
@@ -128,8 +138,8 @@ class ForwardPass:
         """Return a micro-batch's token loss and auxiliary loss (models/loss.py), of an evaluation
         without `setup`. Its tokens are copied while the previous micro-batch computes.
         """
-        keywords = {**self.keywords(batch), **keywords}
-        how = setup or self._setup.in_evaluation, smoothing, keywords
+        keywords, pairs = {**self.keywords(batch), **keywords}, pairs_of(batch, self._device)
+        how = setup or self._setup.in_evaluation, smoothing, keywords, pairs
         return forward(self._engine, *batch.on(self._device), *how)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -151,8 +161,12 @@ class ForwardPass:
         self.carried.keep_evaluated(batch, window)
         return loss
 
-    def targets(self, batch: Batch) -> int:
-        """Return the number of target tokens that this rank computes; counted on the host."""
+    def targets(self, batch: Batch) -> float:
+        """Return the number of targets that this rank computes, tokens or pairs, of which ranks
+        that share rows each count a part; counted on the host.
+        """
+        if batch.reference is not None:
+            return batch.num_pairs / (self._rows.group.size() if self._rows else 1)
         return int((self._own(batch.labels) != -100).sum())
 
     def last_logits(self, input_ids: torch.Tensor) -> torch.Tensor:
@@ -165,15 +179,14 @@ class ForwardPass:
         logits: torch.Tensor = output.logits[0, -1].float()
         return logits
 
-    def by_position(self, batch: Batch, sums: torch.Tensor | None) -> AbstractContextManager[None]:
-        """Return a context in which token losses and targets are added to `sums` (buckets, 2)."""
-        if sums is None:
+    def by_group(self, batch: Batch, groups: ByGroup | None) -> AbstractContextManager[None]:
+        """Return a context in which token losses and targets are added to the groups' sums."""
+        if groups is None:
             return contextlib.nullcontext()
-        length = max(self._plan.seq_len, batch.labels.shape[1])
-        buckets = self._own(batch.buckets(len(sums), length))
-        targets = buckets[self._own(batch.labels) != -100].bincount(minlength=len(sums))
+        sums, numbers = groups.sums, self._own(groups.of(batch))
+        targets = numbers[self._own(batch.labels) != -100].bincount(minlength=len(sums))
         sums[:, 1] += on_device(targets, self._device)
-        return recording(sums[:, 0], on_device(buckets, self._device))
+        return recording(sums[:, 0], on_device(numbers, self._device))
 
     def keywords(self, batch: Batch) -> dict[str, Any]:
         """Return the attention arguments of a micro-batch."""

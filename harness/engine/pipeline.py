@@ -10,7 +10,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from harness.data.batch import Batch, on_device
+from harness.engine.api import ByGroup
 from harness.engine.deepspeed_0_19 import gradients, internals
+from harness.engine.forward import pairs_of
 from harness.engine.fragments import is_copy
 from harness.engine.stepping import propagate_nonfinite
 from harness.engine.zero import ZeroEngine
@@ -61,10 +63,12 @@ class PipelineEngine(ZeroEngine):
         labels, data_ranks = self._labels(batches), self.share.data_ranks
         sources = (batch.sources_on(self.device) for batch in batches)
         model, smoothing = self.stage.model, self.plan.config.train.label_smoothing
+        pairs = (pairs_of(batch, self.device) for batch in batches)
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
             with recording(self.source_sums, next(sources)):
-                token_loss, auxiliary = losses(model, run, next(labels), self.setup, smoothing)
+                arguments = (next(labels), self.setup, smoothing, next(pairs))
+                token_loss, auxiliary = losses(model, run, *arguments)
             share = token_loss / max(targets, 1)
             total.add_(share.detach())
             if auxiliary is not None:
@@ -78,18 +82,18 @@ class PipelineEngine(ZeroEngine):
         return total
 
     @torch.no_grad()
-    def eval_batch(
-        self, batches: list[Batch], by_position: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def eval_batch(self, batches: list[Batch], by_group: ByGroup | None = None) -> torch.Tensor:
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         labels, of_batch = self._labels(batches), iter(batches)
 
         def finish(run: Callable[[], Any]) -> torch.Tensor:
-            wanted = next(labels)
-            with self.forward.by_position(next(of_batch), by_position):
-                setup = self.setup.in_evaluation
-                loss = losses(self.stage.model, run, wanted, setup, 0.0)[0]
-            sums.add_(torch.stack([loss.double(), (wanted != -100).sum().double()]))
+            wanted, batch = next(labels), next(of_batch)
+            pairs = pairs_of(batch, self.device)
+            with self.forward.by_group(batch, by_group):
+                how = self.setup.in_evaluation, 0.0, pairs
+                loss = losses(self.stage.model, run, wanted, *how)[0]
+            sums[0] += loss
+            sums[1] += self.forward.targets(batch)
             return loss
 
         self.engine.module.eval()

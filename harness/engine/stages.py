@@ -5,6 +5,7 @@ Also computes the undivided model's loss and gradient norm, to compare the first
 
 import copy
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 from harness.data.batch import Batch
 from harness.engine.api import Engine
 from harness.engine.deepspeed_0_19.pipe_module import Tied
+from harness.engine.forward import pairs_of
 from harness.engine.meta_model import empty_model
 from harness.engine.processes import raising_together
 from harness.engine.reading import (
@@ -111,7 +113,11 @@ def unsplit_loss_and_norm(
     Layers are recomputed and gradients summed in fp32: this takes about `bytes_needed` bytes.
     """
     plan, device = engine.plan, engine.device
-    setup = LossSetup(gets_padding=engine.setup.gets_padding, own=engine.setup.own)
+    objective = engine.setup.preferences
+    if objective is not None:  # of whole rows, and not counted
+        objective = replace(objective, group=None, tallies=torch.zeros_like(objective.tallies))
+    padded, own = engine.setup.gets_padding, engine.setup.own
+    setup = LossSetup(gets_padding=padded, preferences=objective, own=own)
     smoothing = plan.config.train.label_smoothing
     differs = bool(smoothing) or setup.own is not None  # the loss, from that of an evaluation
     reads = plan.config.model.init_from is not None
@@ -134,14 +140,16 @@ def unsplit_loss_and_norm(
     loss = torch.zeros((), device=device)
     for batch in batches:
         keywords = batch.keywords(plan.config.model.attention, device)
+        pairs = pairs_of(batch, device)
         if differs or not compares_norm:
-            tokens = batch.on(device)
+            how, tokens = setup.in_evaluation, batch.on(device)
             with torch.no_grad():
-                token_loss, _ = forward(model, *tokens, setup.in_evaluation, keywords=keywords)
+                token_loss, _ = forward(model, *tokens, how, keywords=keywords, pairs=pairs)
             loss += token_loss / max(targets, 1)
         if not compares_norm:
             continue
-        token_loss, auxiliary = forward(model, *batch.on(device), setup, smoothing, keywords)
+        tokens = batch.on(device)
+        token_loss, auxiliary = forward(model, *tokens, setup, smoothing, keywords, pairs)
         share = token_loss / max(targets, 1)
         if not differs:
             loss += share.detach()

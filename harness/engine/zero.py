@@ -12,7 +12,7 @@ from harness.checkpoint.tensor_file import Fragment
 from harness.config.own import ROWS
 from harness.data.batch import Batch
 from harness.engine import fragments, state, stepping, swap
-from harness.engine.api import Engine, Fill, Kinds, Replica, Scalars, StepResult
+from harness.engine.api import ByGroup, Engine, Fill, Kinds, Replica, Scalars, StepResult
 from harness.engine.deepspeed_0_19 import between_steps, gradients, internals
 from harness.engine.expert import Experts
 from harness.engine.forward import ForwardPass
@@ -155,20 +155,16 @@ class ZeroEngine(Engine):
         return self.groups.of(purpose)
 
     @torch.no_grad()
-    def eval_batch(
-        self, batches: list[Batch], by_position: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Return (summed loss in nats, target tokens) of these micro-batches, fp64, unreduced;
-        zeros on all pipeline stages but the last. Also add the same per context length to
-        `by_position` (buckets, 2), fp64, on this rank's device.
+    def eval_batch(self, batches: list[Batch], by_group: ByGroup | None = None) -> torch.Tensor:
+        """Return (summed loss, targets: tokens or pairs) of these micro-batches, fp64, unreduced;
+        zeros on all pipeline stages but the last. Also add the nats and target tokens of groups.
 
-        Buckets are equal ranges of the number of tokens visible to the target's input token. With
-        recurrent state carried over, contiguous text (Batch.windows) must come in call order.
+        With recurrent state carried over, contiguous text (Batch.windows) must come in call order.
         """
         self.engine.eval()
         sums = torch.zeros(2, dtype=torch.float64, device=self.device)
         for batch in batches:
-            with self.forward.by_position(batch, by_position):
+            with self.forward.by_group(batch, by_group):
                 sums[0] += self.forward.in_evaluation(batch)
             sums[1] += self.forward.targets(batch)
         return sums

@@ -1,5 +1,7 @@
 """Conversations: turns in any supported form, validated, and chat templates."""
 
+from __future__ import annotations
+
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -72,6 +74,8 @@ class Chat:
     """Content of the row that is not read."""
     values: Mapping[str, Any] = field(default_factory=dict)
     """The row's values for other variables of the template."""
+    rejected: Chat | None = None
+    """The other side of a preference pair, of which this one is chosen."""
 
     @property
     def num_characters(self) -> int:

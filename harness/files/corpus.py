@@ -21,6 +21,7 @@ from harness.files.first_bytes import why_not_utf_8
 from harness.files.forms import Document, read, value_of
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, pieces_of
+from harness.files.preferences import read_preference
 
 CHATS, TOKEN_IDS, TEXT = "a conversation", "token ids", "other text"
 """Kinds of documents, as messages name them. All documents of a corpus have the same kind."""
@@ -88,6 +89,8 @@ class Corpus(CorpusFiles):
     files contain the first document."""
     limit: ReadLimit | None = None
     """Where `parts` stops; None: at the end."""
+    preferences: str = ""
+    """The objective (train.objective) whose pairs its records are read as; "" for documents."""
 
     def identity(self) -> list[object]:
         """Return names, sizes and modification times, which change whenever documents do."""
@@ -103,6 +106,7 @@ class Corpus(CorpusFiles):
         kind = self.kind if self.format is None else f"{self.kind} as {self.format}"
         kind = f"{kind} with {sorted(self.columns.items())}" if self.columns else kind
         kind = f"{kind} where {sorted(self.where.items())}" if self.where else kind
+        kind = f"{kind} in pairs" if self.preferences else kind
         return kind if self.bad_rows_limit is None else f"{kind} without bad rows"
 
     def bad_lines(self) -> BadLines:
@@ -154,6 +158,12 @@ class Corpus(CorpusFiles):
             if bad_lines.are_enough:
                 break
 
+    def _read(self, record: object) -> tuple[Document, list[Note]]:
+        """Return a record's document, or pair, and notes. Raises ValueError."""
+        if self.preferences:
+            return read_preference(record, self.columns, self.preferences)
+        return read(record, self.columns)
+
     def _parts_of(self, file: Path, bad_lines: BadLines) -> Iterator[Part]:
         if self.kind == "library":
             yield from (Part.of(piece, file, 1) for piece in _library_file(file))
@@ -172,7 +182,7 @@ class Corpus(CorpusFiles):
             records = format.records_between(file, bad_lines, *self.between)
         head = partial(format.records, file, BadLines())  # of the whole file, in each part of it
         places = cache(lambda: filled_places(head()))
-        rows = documents_of(file, records, bad_lines, self.where, self.columns, places)
+        rows = documents_of(file, records, bad_lines, self.where, self._read, places)
         for line, record, (document, notes) in rows:
             for part in [document] if isinstance(document, Chat | Ids) else document:
                 yield Part.of(part, file, line, record, notes)
@@ -240,9 +250,15 @@ def find_corpus(
     split: str | None = None,
     bad_rows_limit: float | None = None,
     limit: ReadLimit | None = None,
+    preferences: str = "",
 ) -> Corpus:
     """Return the corpus that data.path names. Raises ConfigError as find_files does."""
     files = find_files(path, format, split=split)
+    if preferences and files.kind != "text":
+        raise ConfigError(
+            f"data.path: {files.path} holds no records of chosen and rejected answers, as "
+            f"train.objective={preferences} needs them"
+        )
     if where and files.kind != "text":
         raise ConfigError(f"data.where is {dict(where)}, but {files.path} has no columns")
     return Corpus(
@@ -251,6 +267,7 @@ def find_corpus(
         where=where or {},
         bad_rows_limit=bad_rows_limit if files.kind == "text" else None,
         limit=limit,
+        preferences=preferences,
     )
 
 
@@ -295,14 +312,14 @@ def documents_of(
     records: Records,
     bad_lines: BadLines,
     where: Mapping[str, str],
-    columns: Mapping[str, str],
+    read: Callable[[object], tuple[Document, list[Note]]],
     places: Callable[[], set[Place]],
 ) -> Iterator[tuple[int, object, tuple[Document, tuple[Note, ...]]]]:
     """Yield (line, record, (document, notes)). Blank texts are bad if bad rows are skipped."""
 
     def document_of(record: object) -> tuple[Document, tuple[Note, ...]]:
         filled = remove_nulls(record, places)
-        document, notes = read(record, columns)
+        document, notes = read(record)
         notes += [_FILLED] * filled
         if not isinstance(document, Chat | Ids):
             document = iter(pieces := [*document])

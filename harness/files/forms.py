@@ -11,6 +11,8 @@ from typing import Any
 from harness.files.chat import Chat, chat_of, completed, one_turn
 from harness.files.notes import Note
 from harness.files.pieces import Ids, Piece, Spans, pieces_of
+from harness.files.preferences import CHOSEN, REJECTED
+from harness.files.preferences import COLUMNS as OF_PREFERENCES
 from harness.files.turns import (
     ASSISTANT,
     MARKS,
@@ -408,8 +410,11 @@ def value_of(record: object, column: str) -> str:
 
 def problem_of_columns(columns: Mapping[str, str]) -> str | None:
     """Return why the keys of data.columns do not make a document; None if they do."""
-    if unknown := [name for name in columns if name not in COLUMNS]:
-        return f"names {unknown[0]}, which is not one of {', '.join(COLUMNS)}"
+    known = dict.fromkeys((*COLUMNS, *OF_PREFERENCES))
+    if unknown := [name for name in columns if name not in known]:
+        return f"names {unknown[0]}, which is not one of {', '.join(known)}"
+    if {CHOSEN, REJECTED} & columns.keys():
+        return None
     forms = [form for form in FORMS if columns.keys() >= {*form.needs}]
     if columns and len(forms) != 1:
         return f"must name {WANTED}; it names {', '.join(columns)}"

@@ -175,11 +175,11 @@ class ChunkedLoss:
             self._asked = None
 
     def taken(self, output: torch.Tensor) -> torch.Tensor:
-        """Return the loss of the last micro-batch, summed over its target tokens, in fp32.
+        """Return the losses of the last micro-batch's tokens, (micro_batch * seq_len,), in fp32.
 
-        `output`: the model's `logits`, computed from the loss. DeepSpeed prepares for the backward
-        pass in a hook on it; without that, BF16_Optimizer adds the last micro-batch's gradients
-        twice.
+        `output`: the model's `logits`, computed from the losses. DeepSpeed prepares for the
+        backward pass in a hook on it; without that, BF16_Optimizer adds the last micro-batch's
+        gradients twice.
         """
         loss, self._loss = self._loss, None
         assert loss is not None, "the model did not run its output head"
@@ -250,7 +250,7 @@ def _add_summand(total: torch.Tensor, slope: torch.Tensor, weight: torch.Tensor)
 
 
 class _HeadAndLoss(Function):
-    """Cross-entropy of the head's logits, summed over target tokens."""
+    """Cross-entropy of the head's logits, token by token."""
 
     @staticmethod
     def forward(
@@ -261,7 +261,9 @@ class _HeadAndLoss(Function):
         labels: torch.Tensor,
         how: _How,
     ) -> torch.Tensor:
-        """hidden (tokens, hidden_size); labels (tokens,). Collective if the head is sharded."""
+        """Return (tokens,); hidden (tokens, hidden_size), labels (tokens,). Collective if the head
+        is sharded.
+        """
         largest = hidden.new_full((len(hidden),), -torch.inf, dtype=torch.float32)
         # Per token: the sum of exponentials, the target's logit, the sum of logits.
         sums = torch.zeros(3, len(hidden), dtype=torch.float32, device=hidden.device)
@@ -288,7 +290,7 @@ class _HeadAndLoss(Function):
         losses: torch.Tensor = log_sum - (1 - how.smoothing) * sums[1] - context.even * sums[2]
         losses = losses.masked_fill(labels == -100, 0)
         record(losses)
-        return losses.sum()
+        return losses
 
     @staticmethod
     @once_differentiable

@@ -1,7 +1,8 @@
-"""The training loss, summed over target tokens.
+"""The training loss, summed over target tokens or over preference pairs.
 
 A LossSetup says how: from all logits, in chunks if they are large, with a sharded vocabulary, or by
-Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch.
+Liger. engine/zero.py and engine/pipeline.py divide the sum by the targets of the global batch: its
+target tokens, or its pairs.
 """
 
 import contextlib
@@ -17,6 +18,7 @@ from harness.config.own import ROWS
 from harness.errors import ConfigError
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
+from harness.models.preferences import Pairs, Preferences
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
 from harness.models.token_losses import Vocabulary, record, token_losses
@@ -36,6 +38,8 @@ class LossSetup:
     """Batches contain padding, which the balancing loss of a mixture of experts ignores."""
     rows: DividedRows | None = None
     """With these, this rank computes its tokens of each row."""
+    preferences: Preferences | None = None
+    """The objective for pairs; None: cross-entropy."""
     own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
     """The training loss of run.code (`own_loss`); None for cross-entropy."""
 
@@ -57,6 +61,7 @@ def forward(
     setup: LossSetup = PLAIN,
     smoothing: float = 0.0,
     keywords: Mapping[str, Any] = MappingProxyType({}),
+    pairs: Pairs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Run the model on one micro-batch; the three tensors are (micro_batch, seq_len) int64.
 
@@ -69,6 +74,7 @@ def forward(
         with separating(position_ids is not None):
             arguments = rows.keywords(input_ids, position_ids)
         input_ids, labels = rows.own(input_ids), rows.own(labels)
+        pairs = pairs and replace(pairs, segments=rows.own(pairs.segments))
     own: Any = getattr(model, "module", model)
     if setup.fuses_loss and own.training and not smoothing and setup.own is None:
         # Liger returns the sum, divided by 1. It accumulates the head's gradient over chunks of
@@ -78,14 +84,20 @@ def forward(
     counted = counted_tokens(position_ids, setup.gets_padding)
     balancing = balancing_of(own, counted) if rows is None else rows.balancing(counted)
     with separating(position_ids is not None), balancing:
-        return losses(own, run, labels, setup, smoothing)
+        return losses(own, run, labels, setup, smoothing, pairs)
 
 
 def losses(
-    model: Any, run: Callable[[], Any], labels: torch.Tensor, setup: LossSetup, smoothing: float
+    model: Any,
+    run: Callable[[], Any],
+    labels: torch.Tensor,
+    setup: LossSetup,
+    smoothing: float,
+    pairs: Pairs | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the summed token loss of `run`, which calls the model, and the auxiliary loss of a
-    mixture of experts, already multiplied by the model's coefficient (None for dense models).
+    """Return the summed loss of `run`, which calls the model, and the auxiliary loss of a mixture
+    of experts, already multiplied by the model's coefficient (None for dense models). The sum is
+    over `pairs` if there are any, otherwise over tokens.
     """
     chunked = setup.chunked
     with chunked.of(labels, smoothing, setup.vocabulary) if chunked else contextlib.nullcontext():
@@ -93,30 +105,34 @@ def losses(
     auxiliary = getattr(outputs, "aux_loss", None)
     if auxiliary is not None:
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
-    if setup.own is not None:
-        return setup.own(outputs.logits.float(), labels), auxiliary
     if outputs.logits is None:  # fused head, see models/layer_changes.py
         return outputs.loss.float(), auxiliary
-    if chunked is not None:
-        return chunked.taken(outputs.logits), auxiliary
-    if setup.vocabulary is not None:
-        return setup.vocabulary.token_losses(outputs.logits, labels, smoothing), auxiliary
-    return token_losses(outputs.logits, labels, smoothing), auxiliary
+    if setup.own is not None:
+        each = setup.own(outputs.logits.float(), labels)
+    elif chunked is not None:
+        each = chunked.taken(outputs.logits)
+    elif setup.vocabulary is not None:
+        each = setup.vocabulary.token_losses(outputs.logits, labels, smoothing)
+    else:
+        each = token_losses(outputs.logits, labels, smoothing)
+    if pairs is None or setup.preferences is None:
+        return each.sum(), auxiliary
+    return setup.preferences(each, labels, pairs), auxiliary
 
 
 def own_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
-    """Return train.loss as a sum over tokens if it is one of run.code, after a trial with random
-    logits on the CPU; None for cross-entropy. Raises ConfigError.
+    """Return train.loss by token if it is one of run.code, after a trial with random logits on the
+    CPU; None for cross-entropy. Raises ConfigError.
     """
     row = ROWS.get(("loss", plan.config.train.loss))
     if row is None:
         return None
     function = row.bound(plan.config.own.given)
 
-    def summed(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        losses = function(logits, labels)
-        record(losses)
-        return losses.sum()
+    def recorded(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses: torch.Tensor = function(logits, labels)
+        record(losses.contiguous())
+        return losses
 
     draw, rows = torch.Generator().manual_seed(0), int(plan.model_config.get("vocab_size") or 64)
     logits = torch.randn(2, 4, rows, generator=draw, requires_grad=True)
@@ -133,4 +149,4 @@ def own_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
         raise ConfigError(f"{row} returns losses without a gradient")
     if losses[labels == -100].any():
         raise ConfigError(f"{row} returns losses where there is no target (label -100), not 0")
-    return summed
+    return recorded

@@ -1,4 +1,4 @@
-"""Cross-entropy summed over target tokens, from whole or sharded logits, and sums of it by group.
+"""Cross-entropy of every target token, from whole or sharded logits, and sums of it by group.
 
 A token's group is the source of its sample, or a range of positions.
 """
@@ -20,22 +20,22 @@ from harness.models.exchange import gathered
 def token_losses(
     logits: torch.Tensor, labels: torch.Tensor, smoothing: float = 0.0
 ) -> torch.Tensor:
-    """Return the cross-entropy summed over target tokens, in nats and fp32.
+    """Return the cross-entropy of every token, (micro_batch * seq_len,) in nats and fp32, 0 where
+    there is no target.
 
     logits (micro_batch, seq_len, vocab_size); labels (micro_batch, seq_len), already shifted, -100
-    where there is no target. It is the sum, not the mean, because micro-batches may have different
-    numbers of targets and only the caller knows the number in the global batch. `smoothing`: share
-    of each target's probability that is spread evenly over the vocabulary.
+    where there is no target. `smoothing`: share of each target's probability that is spread evenly
+    over the vocabulary.
     """
     losses = functional.cross_entropy(
         logits.float().reshape(-1, logits.shape[-1]),
         labels.reshape(-1),
         ignore_index=-100,
-        reduction="none" if is_recording() else "sum",
+        reduction="none",
         label_smoothing=smoothing,
     )
     record(losses)
-    return losses.sum()
+    return losses
 
 
 @dataclass
@@ -68,11 +68,6 @@ def recording(sums: torch.Tensor | None, numbers: torch.Tensor | None) -> Iterat
         _recorder = before
     if own is not None and not own.has_recorded:
         own.sums.fill_(math.nan)
-
-
-def is_recording() -> bool:
-    """Return True if the losses of single tokens are needed."""
-    return _recorder is not None
 
 
 def record(losses: torch.Tensor) -> None:
@@ -109,8 +104,8 @@ class Vocabulary:
         """
         flat = logits.float().reshape(-1, logits.shape[-1])
         arguments = (flat, labels.reshape(-1), self, smoothing)
-        loss: torch.Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
-        return loss
+        each: torch.Tensor = _CrossEntropy.apply(*arguments)  # type: ignore[no-untyped-call]
+        return each
 
     def all_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the logits of the whole vocabulary, along the last dimension. Collective."""
@@ -124,7 +119,7 @@ class _CrossEntropy(Function):
     def forward(
         context: Any, logits: torch.Tensor, labels: torch.Tensor, part: Vocabulary, smoothing: float
     ) -> torch.Tensor:
-        """Return the summed loss; logits (tokens, this rank's shard) fp32. Collective."""
+        """Return the losses (tokens,); logits (tokens, this rank's shard) fp32. Collective."""
         largest = logits.max(-1).values
         dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=part.group)
         powers = (logits - largest[:, None]).exp()
@@ -141,14 +136,14 @@ class _CrossEntropy(Function):
         context.smoothing, context.whole = smoothing, part.whole
         losses = losses.masked_fill(~is_target, 0)
         record(losses)
-        return losses.sum()
+        return losses
 
     @staticmethod
     def backward(context: Any, gradient: torch.Tensor) -> Any:
-        """Return the gradient of the logits. Not collective."""
+        """Return the gradient of the logits; gradient (tokens,). Not collective."""
         probabilities, column, is_here, is_target = context.saved_tensors
         smoothing = context.smoothing
         # Reuses the saved memory: the backward pass runs once.
         slope = probabilities.sub_(smoothing / context.whole) if smoothing else probabilities
         slope.scatter_add_(1, column[:, None], -(1 - smoothing) * is_here[:, None].to(slope.dtype))
-        return slope.mul_(is_target[:, None]).mul_(gradient), None, None, None
+        return slope.mul_((is_target * gradient)[:, None]), None, None, None

@@ -28,6 +28,8 @@ from harness.plan.weights import has_checkpoints
 # table 9). The 65B models of QLoRA and LIMA (arXiv 2305.11206) are twice as wide and use half the
 # rate.
 FULL_LR, ADAPTER_LR, WIDTH = 2e-5, 2e-4, 4096
+PREFERENCES = 1 / 40
+"""Factor of these rates for preferences: 5e-7 for all weights, as Zephyr 7B (arXiv 2310.16944)."""
 MOST_LR = OptimConfig().lr
 """Learning rate for a small model from random weights; the default never exceeds it."""
 WARMUP_RATIO = 0.03
@@ -129,9 +131,10 @@ def default_to_their_rate(draft: Draft) -> None:
     is_ours = config.optim.name in _OF_ADAMS_SIZE and not config.is_set("optim.lr")
     if not (is_pretrained(config) and is_ours):
         return
-    kind, rate = "all weights", FULL_LR
-    if config.model.lora.rank is not None:
-        kind, rate = "adapters", ADAPTER_LR
+    has_adapters = config.model.lora.rank is not None
+    kind, rate = ("adapters", ADAPTER_LR) if has_adapters else ("all weights", FULL_LR)
+    if config.train.preferences:
+        kind, rate = f"preferences with {kind}", rate * PREFERENCES
     width, why = given_size(draft.model_config, "hidden") or WIDTH, f"the rate for {kind}"
     if width > 0 and width != WIDTH:  # find_model reports other sizes
         why = f"{rate:g} x {WIDTH} / {width}, the rate for {kind} at this width"

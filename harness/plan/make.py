@@ -35,6 +35,7 @@ from harness.plan import (
     optimizer,
     own_code,
     parallelism,
+    preferences,
     resolve_auto,
     settled,
     speed,
@@ -89,6 +90,7 @@ FIRST_PASSES: tuple[Pass, ...] = (
 )
 """Passes that also read data, run folder and clock. Facts change none of their results."""
 PASSES: tuple[Pass, ...] = (
+    preferences.decide_preferences,
     speed.choose_or_leave_out,
     fine_tuning.default_to_fine_tuning,
     batches.decide_batching,

@@ -133,6 +133,11 @@ class Plan:
         return loss_chunk(self.config.model.loss_chunk, vocab_size, tokens)
 
     @property
+    def ranks_per_row(self) -> int:
+        """Number of ranks that share the tokens of each row, a divisor of its length."""
+        return self.grid.sequence * (self.grid.tensor if self.divides_residuals else 1)
+
+    @property
     def settled(self) -> dict[str, Any]:
         """Keys that the user left open, with the values that were decided, for plan.json: they hold
         whenever the run goes on (plan/settled.py).

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from harness.config.sections import NEXT_TOKEN
 from harness.report.chart import Chart, Curve, Mark, Xs, colour_of
 from harness.report.formatting import short
 from harness.report.lines import number
@@ -125,7 +126,7 @@ def charts(runs: list[RunRecord]) -> list[Chart]:
         others = [replace(chart, marks=marks) for chart in (_perplexity(runs), *_metrics(runs))]
         return [_loss(run), *others, *profiles(run)]
     losses, held_out = _several(runs, "loss", smooth=True), _dotted(_several(runs, "eval_loss"))
-    unit = "nats per token"
+    unit = _unit(runs)
     return [
         Chart("loss", "Training loss", f"{unit}, smoothed", losses, is_wide=True, has_legend=False),
         Chart("held-out", "Held-out loss", unit, held_out, is_wide=True, has_legend=False),
@@ -161,13 +162,22 @@ def _loss(run: RunRecord) -> Chart:
     return Chart(
         "loss",
         "Loss",
-        "nats per token",
+        _unit([run]),
         [*train, replace(held_out, style="dots"), *others],
         limits=limits,
         marks=[*marks_of(run, SAVED), *marks_of(run, MARKS)],
         is_wide=True,
         note=_note(run),
     )
+
+
+def _unit(runs: Sequence[RunRecord]) -> str:
+    """Return the unit of losses; pairs have no nats per token."""
+    return "mean over pairs" if any(map(_compares_pairs, runs)) else "nats per token"
+
+
+def _compares_pairs(run: RunRecord) -> bool:
+    return run.planned("run", "train", "objective") not in (None, NEXT_TOKEN)
 
 
 def _note(run: RunRecord) -> str:
@@ -187,6 +197,8 @@ def _several(
     runs: list[RunRecord], key: str, *, scale: float = 1.0, smooth: bool = False
 ) -> list[Curve]:
     """Return one curve for each run."""
+    if not runs:
+        return []
     most, smooth = min(MOST_POINTS, 3 * MOST_POINTS // len(runs)), smooth and len(runs) > 1
     curves = [
         curve(
@@ -207,7 +219,7 @@ def _dotted(curves: list[Curve]) -> list[Curve]:
 def _perplexity(runs: list[RunRecord]) -> Chart:
     """Return exp of the held-out loss, without the first evaluation: that of untrained weights."""
     curves = []
-    for each in _several(runs, "eval_loss"):
+    for each in _several([run for run in runs if not _compares_pairs(run)], "eval_loss"):
         first = int(len(each.y) > 2 and each.x["step"][0] == 0)
         x = {axis: xs[first:] for axis, xs in each.x.items()}
         y = [math.exp(min(nats, 700)) for nats in each.y[first:]]
@@ -262,7 +274,7 @@ def _sources(runs: list[RunRecord]) -> Iterator[Chart]:
             yield Chart(
                 f"{prefix[:-1].replace('_', '-')}-{place}",
                 f"{title}: {key.removeprefix(prefix)}",
-                "nats per token",
+                _unit(runs),
                 _several(runs, key, smooth=prefix == "loss/"),
                 has_legend=False,
             )

@@ -47,6 +47,7 @@ from harness.run.meter import ExpertLoad, Meter, SourceLosses, StepClock, Weight
 from harness.run.notify import Notifier
 from harness.run.pages import Pages
 from harness.run.plan_record import open_folder, plan_record
+from harness.run.preferences import PreferenceMetrics, reference_of, take_reference
 from harness.run.profiling import Profiler
 from harness.run.progress import Progress
 from harness.run.resumption import ResumePoint, choose_again, find_resume_point, own_checkpoints
@@ -172,6 +173,9 @@ def build(
 
         # With adapters, the frozen weights are read from model.init_from, not from a checkpoint.
         blank = resume_point.checkpoint is not None and plan.config.model.lora.rank is None
+        reference = reference_of(plan, data, total_steps)
+        if reference is not None and not guard.told_by_rank_0(reference.is_kept):
+            blank = False  # it is computed with the initial weights
         masked, padded = data.document_mask, data.train.holds_whole_documents
         if said := measure_host(plan.world):
             progress.say(row("host", said))
@@ -207,6 +211,7 @@ def build(
                 Verification(plan),
                 ExpertLoad(engine),
                 SourceLosses(data.names, engine),
+                PreferenceMetrics(),
                 WeightChange(engine),
                 AttentionMetrics(),
                 StepClock(plan, record["seen_tokens"]),
@@ -223,6 +228,7 @@ def build(
         for event in engine.events:
             if event["kind"] == "unused_weights":  # of a family whose tensors the plan cannot count
                 progress.say(row("note", event["message"]))
+        take_reference(run, reference)
         start_run(run, record, events, resume_point)
         window = plan.config.profile.window
         if window is not None and window[1] > run.state.step:
@@ -236,8 +242,7 @@ def _joined(
 ) -> tuple[Data, torch.device, StopGuard]:
     """Read the data, then join the other ranks. Raises RunStopped if any was asked to stop."""
     spec = DataSpec.of_run(plan.config, plan.model_config, trust_remote_code=trust_remote_code)
-    sharing = plan.grid.sequence * (plan.grid.tensor if plan.divides_residuals else 1)
-    spec = replace(spec, pad_to=math.lcm(spec.pad_to, sharing))
+    spec = replace(spec, pad_to=math.lcm(spec.pad_to, plan.ranks_per_row))
     with contextlib.suppress(StopAsked), request.breaks_off():
         data = data or build_data(spec, progress.say)
     with request.joins():

@@ -7,6 +7,7 @@ import torch
 from harness.data.batch import Batch
 from harness.data.batches import Stream
 from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
+from harness.engine.api import ByGroup
 from harness.run.run import Run
 
 EVALUATED_AT_ONCE = 8  # micro-batches between checks for a stop
@@ -25,7 +26,7 @@ def evaluate_by_position(run: Run) -> tuple[float | None, list[float | None]]:
     to eval.seq_len, in order of increasing context. Collective.
     """
     longer = run.data.long_held_out
-    buckets = min(POSITIONS, run.plan.seq_len)
+    buckets = 0 if run.engine.setup.preferences else min(POSITIONS, run.plan.seq_len)
     nats, by_position = mean_losses(run, run.data.held_out, 0 if longer else buckets)
     if longer is not None and nats is not None:
         by_position = mean_losses(run, longer, buckets)[1]
@@ -107,13 +108,17 @@ def summed(run: Run, batches: list[Batch], buckets: int) -> list[tuple[float, fl
     """
     run.pulse("evaluation", run.state.step)
     sums = torch.zeros(1 + buckets, 2, dtype=torch.float64, device=run.engine.device)
-    by_position = sums[1:] if buckets else None
+    groups, longest = None, run.plan.seq_len
+    if buckets:  # equal ranges of the number of tokens that a target's input token can attend to
+        groups = ByGroup(
+            sums[1:], lambda batch: batch.buckets(buckets, max(longest, batch.labels.shape[1]))
+        )
     for first in range(0, len(batches), EVALUATED_AT_ONCE):
         if first and run.stop_asked()[0]:
             return None
         run.pulse("evaluation", run.state.step)
         chunk = batches[first : first + EVALUATED_AT_ONCE]
-        sums[0] += run.engine.eval_batch(chunk, by_position)
+        sums[0] += run.engine.eval_batch(chunk, groups)
     # Over all ranks: tensor-parallel ranks that round differently must not differ in a decision.
     values = run.sum(sums.flatten() / run.plan.grid.tensor, over="norm")
     run.meter.restart()

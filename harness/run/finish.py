@@ -142,10 +142,12 @@ def _say_loss(run: Run, loss: float | None) -> None:
     """Show and record the held-out loss, the initial one, and those of simple models."""
     if not run.is_writer or loss is None:
         return
-    text, first = f"held-out loss {loss:.2f} nats per token", None
+    of_pairs = run.plan.config.train.preferences
+    unit = f"of {of_pairs}, mean over pairs" if of_pairs else "nats per token"
+    text, first = f"held-out loss {loss:.2f} {unit}", None
     if run.state.step and (first := _first_held_out(run)) is not None:
         text += f", {first:.2f} before training"
-    if run.data.train.tokens <= SMALL_CORPUS_TOKENS:
+    if run.data.train.tokens <= SMALL_CORPUS_TOKENS and not of_pairs:
         unigram, bigram = run.data.unigram_nats, run.data.bigram_nats
         run.event("baselines", step=run.state.step, unigram_nats=unigram, bigram_nats=bigram)
         text += f"; a unigram model has {unigram:.2f}, a bigram model {bigram:.2f}"

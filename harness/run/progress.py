@@ -90,7 +90,9 @@ class Progress:
 
 
 def _held_out(line: dict[str, Any]) -> str:
-    return f"held-out loss {line['eval_loss']:.4f}"
+    accuracy = line.get("eval_preference_accuracy")
+    of_pairs = "" if accuracy is None else f", {accuracy:.0%} of pairs right"
+    return f"held-out loss {line['eval_loss']:.4f}{of_pairs}"
 
 
 def clock(seconds: float) -> str:

@@ -11,6 +11,7 @@ from harness.estimate.fit import changes_that_help, memory_line
 from harness.plan.make import takes
 from harness.run.evaluation import evaluate_by_position, evaluate_needles, evaluate_sets
 from harness.run.meter import monitor_events
+from harness.run.preferences import evaluated_pairs
 from harness.run.run import Run, is_due
 from harness.run.step import look_for_spike
 from harness.steps import Step
@@ -60,12 +61,14 @@ def evaluate_weights(run: Run) -> None:
 
 def evaluated(run: Run) -> dict[str, Any]:
     """Evaluate and return the fields of a metrics line; {} if interrupted. Collective."""
+    evaluated_pairs(run)  # of other evaluations
     loss, by_position = evaluate_by_position(run)
     if loss is None:
         return {}
     run.stability.see_evaluation(loss, run.state.step)
+    pairs = evaluated_pairs(run)
     of_sets, needles = evaluate_sets(run), evaluate_needles(run)
-    return {"eval_loss": loss, **of_sets, "loss_by_position": by_position, **needles}
+    return {"eval_loss": loss, **pairs, **of_sets, "loss_by_position": by_position, **needles}
 
 
 def write_line(run: Run, line: dict[str, Any]) -> None:

@@ -104,6 +104,7 @@ class Cell:
             "global_batch": self.global_batch,
             "micro_batch": self.micro_batch,
             "steps": STEPS,
+            "objective": self.how.objective,
             **train,
         }
         sections = {

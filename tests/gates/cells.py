@@ -10,6 +10,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from harness.config.sections import NEXT_TOKEN
 from tests.gates import models
 from tests.gates.cell import Case, Cell, Side, Trip, covering
 from tests.gates.layouts import AXES, KINDS, RECOMPUTED, Layout, names
@@ -125,6 +126,8 @@ def covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
     if cell.layout in FEW:
         kind = "bf16_states" if how.has_bf16_states else cell.layout.partition("_zero")[0]
         return {(("layout", kind),)}
+    if how.objective != NEXT_TOKEN:
+        return each("pairs", "layout", "architecture", "precision")
     if how.whole_residuals or (how.compiled and how.model):
         return {(("layout", cell.layout),)}
     if how.kind:

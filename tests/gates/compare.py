@@ -56,6 +56,7 @@ def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: s
         reversible=how.model.get("reversible", False),
         varlen=how.varlen and cell.precision != "fp32",
         kind=how.kind,
+        objective=how.objective,
     )
     trajectory = Trajectory.load(out / cell.name)
     # A token between two experts goes to one or the other, depending on which rank's part a sum

@@ -7,7 +7,7 @@ import contextlib
 import copy
 import pkgutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch.distributed as dist
 
 from harness.checkpoint.index import BUFFER, WEIGHT
 from harness.layout.world import World
-from harness.models.exchange import joined
+from harness.models.exchange import copied, joined
 from tests.gates import recipe
 from tests.gates import replacements as new
 from tests.gates.cell import Cell, Trip
@@ -35,6 +35,8 @@ ROWS = "llama-sequence2_zero1-fp32-4-2"
 DIVIDED_STAGES = "llama_tied-pipe2_tensor2_zero1-fp32-2-4"
 DIVIDED_EXPERTS_ZERO3 = "mixtral-expert2_zero3-fp32-4-2"
 VARLEN_WINDOW = "mistral-varlen_zero1-bf16-4-2"
+PAIRS = "llama-dpo_zero1-fp32-2-2"
+PAIRED_ROWS = "llama-dpo_sequence2_zero1-fp32-4-2"
 CHUNKED = "gpt2-chunked_zero3-fp32-4-2"
 CHUNKED_STAGE = "gemma2-chunked_pipe2_zero1-fp32-4-2"
 EVERY = (ZERO1, ZERO3, PIPELINED)
@@ -185,6 +187,26 @@ _ADAMS = (
 )
 # fmt: off
 PARITY = {
+    # Preference pairs.
+    "the reference of the other side": _at(
+        "harness.engine.forward.pairs_of",
+        new.with_pairs(reference=lambda own: own.flip(1)), PAIRS),
+    "pairs apart from their reference": _at(
+        "harness.engine.forward.pairs_of", new.with_pairs(reference=lambda own: own.roll(1, 0)),
+        PAIRS),
+    "a side of the next pair": _at(
+        "harness.engine.forward.pairs_of",
+        new.with_pairs(segments=lambda own: torch.where(own % 2 == 1, own.roll(1, 0), own)), PAIRS),
+    "means over the tokens of a side": _at(
+        "harness.models.preferences.Preferences._of",
+        lambda of, _: lambda self, sums, tokens, *rest: of(self, sums / tokens, tokens, *rest),
+        PAIRS),
+    "beta left out": _at(
+        "harness.models.preferences.Preferences._of",
+        lambda of, _: lambda self, *rest: of(replace(self, beta=1.0), *rest), PAIRS),
+    "gradients of pairs summed over ranks that share rows": _at(
+        "harness.models.preferences.added",
+        lambda added, _: lambda sums, group: copied(added(sums, group), group), PAIRED_ROWS),
     "gradients x2": _gradients_times(2.0),
     "gradients x1.00001": _gradients_times(1.00001),
     "Adam's step off by one": _at(

@@ -18,7 +18,7 @@ from harness.engine import build
 from harness.plan.plan import Plan
 from harness.steps import dropout_seed
 from tests.gates.cell import GLOBAL_BATCH
-from tests.gates.recipe import SEED, global_batch, rows, targets
+from tests.gates.recipe import SEED, global_batch, paired, rows, targets
 from tests.gates.trajectory import Trajectory
 
 
@@ -74,12 +74,18 @@ def take_steps(
     `rate` returns the learning rate of a step.
     """
     for number in numbers:
-        batch = global_batch(number)
+        batch = batch_of(engine, number)
         torch.manual_seed(dropout_seed(SEED, number, engine.plan.share.dropout_rank))
         done = engine.train_batch(share_of(engine.plan, batch), targets(batch), rate(number))
         trajectory.losses.append(float(engine.sum_over_ranks(done.loss_share)))
         trajectory.norms.append(float(done.grad_norm))
         trajectory.scales.append(engine.loss_scale)
+
+
+def batch_of(engine: Any, number: int) -> Batch:
+    """Return the recipe's global batch of a step as the engine's objective reads it."""
+    batch = global_batch(number)
+    return paired(batch) if engine.plan.config.train.preferences else batch
 
 
 def share_of(plan: Plan, batch: Batch) -> list[Batch]:

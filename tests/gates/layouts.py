@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from harness.config.sections import NEXT_TOKEN
 from harness.layout.grid import axes_json
 from tests.tables import beside
 
@@ -72,6 +73,8 @@ class Layout:
     """True if document bounds separate documents instead of a mask."""
     loss_chunk: int = 0
     """Vocabulary entries whose logits the loss holds at a time; 0 for all."""
+    objective: str = NEXT_TOKEN
+    """train.objective."""
     model: Json = field(default_factory=dict)
     """Additional keys of the run config's model section."""
 

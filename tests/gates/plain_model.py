@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from harness.config.model_section import ModelConfig
+from harness.config.sections import NEXT_TOKEN
 from harness.data.batch import Batch
 from harness.layout import tensor as styles
 from harness.layout.box import Range
@@ -105,6 +106,12 @@ class Way:
     """True to attend document by document, which rounds differently from a mask."""
     kind: str = ""
     """Kind of approximate attention; "" for exact attention."""
+    objective: str = NEXT_TOKEN
+    """train.objective."""
+
+    def batch(self, batch: Batch) -> Batch:
+        """Return a batch as the objective reads it."""
+        return batch if self.objective == NEXT_TOKEN else recipe.paired(batch)
 
 
 class PlainModel:
@@ -196,13 +203,30 @@ class PlainModel:
         ids, labels, positions = (tensor.to(self.model.device) for tensor in tensors)
         keywords = batch.keywords(self.attention, self.model.device)
         outputs = self.model(input_ids=ids, position_ids=positions, use_cache=False, **keywords)
-        loss = functional.cross_entropy(
-            outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="sum"
+        losses = functional.cross_entropy(
+            outputs.logits.float().flatten(0, 1), labels.flatten(), reduction="none"
         )
+        loss = losses.sum()
+        if batch.reference is not None:
+            loss = _dpo(losses.view(labels.shape), labels, batch)
         balancing = getattr(outputs, "aux_loss", None)
         if balancing is not None:
             balancing = balancing * self.model.config.router_aux_loss_coef
         return loss, balancing
+
+
+def _dpo(losses: torch.Tensor, labels: torch.Tensor, batch: Batch) -> torch.Tensor:
+    """Return the loss of equation 7 of arXiv 2305.18290, pair by pair; losses (rows, seq_len)."""
+    assert batch.segments is not None
+    assert batch.reference is not None
+    total = 0 * losses.sum()  # without a pair, gradients are zeros
+    for row, (of_row, reference) in enumerate(zip(batch.segments, batch.reference, strict=True)):
+        sides = [(of_row == 2 * row + side).to(losses.device) for side in range(2)]
+        if all((labels[row][side] != -100).any() for side in sides):
+            chosen, rejected = (-losses[row][side].double().sum() for side in sides)
+            ratio = (chosen - float(reference[0])) - (rejected - float(reference[1]))
+            total = total - functional.logsigmoid(0.1 * ratio).float()
+    return total
 
 
 def _built_by_transformers(way: Way, dtype: torch.dtype) -> PreTrainedModel:

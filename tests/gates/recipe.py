@@ -1,6 +1,7 @@
 """The training of both sides: no library's defaults, and data that is learnable and uneven."""
 
 import functools
+from dataclasses import replace
 
 import torch
 
@@ -66,6 +67,19 @@ def global_batch(step: int) -> Batch:
     return Batch(tokens[:, :-1].contiguous(), labels, positions)
 
 
+def paired(batch: Batch) -> Batch:
+    """Return a batch whose first two documents of each row are a preference pair, with a reference
+    that no weights have. Of some pairs, a side has no target.
+    """
+    begins = (batch.position_ids == 0).cumsum(1) - 1
+    numbers = 2 * torch.arange(len(begins))[:, None] + begins
+    segments = torch.where(begins < 2, numbers, -1)
+    labels = batch.labels.masked_fill(segments < 0, -100)
+    generator = torch.Generator().manual_seed(int(batch.input_ids.sum()))
+    reference = -8 * torch.rand(len(begins), 2, generator=generator)
+    return replace(batch, labels=labels, segments=segments, reference=reference)
+
+
 def held_out() -> Batch:
     """Return evaluation samples, never trained on, (HELD_OUT_SAMPLES, SEQ_LEN) on the CPU."""
     several = [global_batch(10_000 + number) for number in range(2)]
@@ -76,9 +90,17 @@ def held_out() -> Batch:
 
 def rows(batch: Batch, chosen: list[int]) -> Batch:
     """Return the chosen samples of a batch, in that order."""
-    return Batch(batch.input_ids[chosen], batch.labels[chosen], batch.position_ids[chosen])
+    if batch.segments is None or batch.reference is None:
+        return Batch(batch.input_ids[chosen], batch.labels[chosen], batch.position_ids[chosen])
+    own = batch.segments[chosen]
+    segments = torch.where(own < 0, -1, own % 2 + 2 * torch.arange(len(chosen))[:, None])
+    tensors = (batch.input_ids, batch.labels, batch.position_ids, batch.reference)
+    ids, labels, positions, reference = (tensor[chosen] for tensor in tensors)
+    return Batch(ids, labels, positions, segments=segments, reference=reference)
 
 
 def targets(batch: Batch) -> int:
-    """Return the number of target tokens in a batch."""
+    """Return the number of target tokens, or of pairs, in a batch."""
+    if batch.segments is not None:
+        return batch.num_pairs
     return int((batch.labels != -100).sum())

@@ -63,7 +63,7 @@ def train(way: Way, split: Split, balance: bool = True, task: Task = GATE) -> Tr
     result = Trajectory()
     fresh = PlainModel(way, balance)
     torch.manual_seed(dropout_seed(recipe.SEED, 0, 0))
-    fresh.accumulate(task.batch(0), split)
+    fresh.accumulate(way.batch(task.batch(0)), split)
     result.gradients = {n: m.grad.float().cpu() for n, m in fresh.masters.items()}
     before = {n: m.to(torch.float32, copy=True) for n, m in fresh.masters.items()}
     fresh.step(torch.optim.SGD(fresh.masters.values(), lr=recipe.SGD_LR))
@@ -75,12 +75,12 @@ def train(way: Way, split: Split, balance: bool = True, task: Task = GATE) -> Tr
     optimizer = torch.optim.AdamW(groups, betas=recipe.BETAS, eps=recipe.EPS)
     for step in range(task.steps):
         torch.manual_seed(dropout_seed(recipe.SEED, step, 0))
-        result.losses.append(model.accumulate(task.batch(step), split))
+        result.losses.append(model.accumulate(way.batch(task.batch(step)), split))
         result.norms.append(_clip(model.masters.values(), recipe.CLIP_NORM))
         for group in optimizer.param_groups:
             group["lr"] = task.rate(step) * group["multiplier"]
         model.step(optimizer)
-    result.held_out = model.evaluate(task.held_out, len(split.micro_batches[0]))
+    result.held_out = model.evaluate(way.batch(task.held_out), len(split.micro_batches[0]))
     return result
 
 
@@ -240,7 +240,7 @@ def gradients(way: Way, by: Sum) -> tuple[Gradients, float]:
 
     def computed() -> list[list[Gradients]]:
         """Return the micro-batches' gradients: the first of every rank, the second, and so on."""
-        parts = [part for _, part in model.each_micro_batch(global_batch(0), split)]
+        parts = [part for _, part in model.each_micro_batch(way.batch(global_batch(0)), split)]
         return [parts[start : start + by.ranks] for start in range(0, len(parts), by.ranks)]
 
     rounds = computed()

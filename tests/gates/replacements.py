@@ -2,6 +2,7 @@
 
 import itertools
 from collections import deque
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -262,6 +263,24 @@ def padding_learned(embedding: Any, world: World) -> Any:
             module.padding_idx = padding
 
     return without
+
+
+# Preference pairs.
+
+
+def with_pairs(**changes: Any) -> Any:
+    """Return a change of the fields of a micro-batch's pairs."""
+
+    def change(original: Any, _: World) -> Any:
+        def pairs_of(*args: Any) -> Any:
+            if (pairs := original(*args)) is None:
+                return None
+            fields = {name: change(getattr(pairs, name)) for name, change in changes.items()}
+            return replace(pairs, **fields)
+
+        return pairs_of
+
+    return change
 
 
 # Checkpoints.

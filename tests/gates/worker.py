@@ -17,10 +17,10 @@ from harness.steps import dropout_seed
 from tests.gates import hold, recipe, resume
 from tests.gates.cell import HELD_OUT_SAMPLES, STEPS, Job
 from tests.gates.defects import planted
-from tests.gates.engines import build_engine, share_of, take_steps
+from tests.gates.engines import batch_of, build_engine, share_of, take_steps
 from tests.gates.jobs import compute_alike
 from tests.gates.models import SEQ_LEN
-from tests.gates.recipe import global_batch, held_out, learning_rate, rows, targets
+from tests.gates.recipe import held_out, learning_rate, paired, rows, targets
 from tests.gates.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def train(job: Job, world: World, device: torch.device, out: Path) -> Trajectory
     engine: Any
     with contextlib.closing(build_engine(cell.plan(world, out, sgd), device)) as engine:
         before = dict(engine.masters())
-        batch = global_batch(0)
+        batch = batch_of(engine, 0)
         torch.manual_seed(dropout_seed(recipe.SEED, 0, engine.plan.share.dropout_rank))
         engine.accumulate(share_of(engine.plan, batch), targets(batch))
         result.gradients = dict(engine.gradients())
@@ -70,7 +70,8 @@ def train(job: Job, world: World, device: torch.device, out: Path) -> Trajectory
     adamw = {**recipe.ADAMW, "groups": [GROUP]}
     with contextlib.closing(build_engine(cell.plan(world, out, adamw), device)) as engine:
         take_steps(engine, range(STEPS), learning_rate, result)
-        result.held_out = held_out_loss(engine, _HeldOut())
+        pairs = bool(engine.plan.config.train.preferences)
+        result.held_out = held_out_loss(engine, _HeldOut(pairs))
     return result
 
 
@@ -97,7 +98,10 @@ class _HeldOut:
     samples = at_once = HELD_OUT_SAMPLES
     seq_len = SEQ_LEN
 
+    def __init__(self, pairs: bool) -> None:
+        self._held_out = paired(held_out()) if pairs else held_out()
+
     def batch(self, first_sample: int, micro_batch: int) -> Batch:
         """Return consecutive samples."""
         every = range(first_sample, first_sample + micro_batch)
-        return rows(held_out(), [sample % self.samples for sample in every])
+        return rows(self._held_out, [sample % self.samples for sample in every])
