@@ -139,8 +139,8 @@ class ForwardPass:
         without `setup`. Its tokens are copied while the previous micro-batch computes.
         """
         keywords, pairs = {**self.keywords(batch), **keywords}, pairs_of(batch, self._device)
-        how = setup or self._setup.in_evaluation, smoothing, keywords, pairs
-        return forward(self._engine, *batch.on(self._device), *how)
+        tokens, setup = batch.on(self._device), setup or self._setup.in_evaluation
+        return forward(self._engine, *tokens, setup, smoothing, keywords, pairs)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a training micro-batch's two losses, carrying recurrent states over if enabled."""

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ import torch
 from harness.config.own import ROWS, loss
 from harness.config.run_file import load_run_config
 from harness.engine.optimizers import our_optimizer
+from harness.engine.state import check_states, set_steps
 from harness.errors import ConfigError
 from harness.estimate.states import moment_bytes
 from harness.layout.attention_table import ATTENTIONS
@@ -95,6 +97,21 @@ def test_what_functions_return_is_checked(my: Path) -> None:
         planned(my, "optim.schedule=d")
     with pytest.raises(ConfigError, match=r"^my\.py:8: metric 'c' is a class, but not of harness"):
         [*own_metrics({})]
+
+
+def test_checkpoints_hold_what_torchs_optimizers_keep() -> None:
+    """They count steps in tensors, in which a resumed run goes on; NAdam keeps a product, too."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    parameter.grad = torch.ones(2)
+    kept, lost = torch.optim.RAdam([parameter]), torch.optim.NAdam([parameter])
+    for optimizer in (kept, lost):
+        optimizer.step()
+    set_steps(kept, 7)
+    kept.step()
+    assert torch.equal(kept.state[parameter]["step"], torch.tensor(8.0))
+    check_states(SimpleNamespace(optimizer=kept))
+    with pytest.raises(ConfigError, match="its optimizer keeps 'mu_product', but a checkpoint"):
+        check_states(SimpleNamespace(optimizer=lost))
 
 
 def test_a_plan_takes_what_the_decorators_say() -> None:
