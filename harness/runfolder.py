@@ -6,6 +6,7 @@
       events.jsonl       one line per event: changed settings, saves, skipped steps, ...
       status.json        outcome, code, step, attempt, message, gpu_hours, time
       report.html        the run as a web page (harness/report/)
+      own_code-SHA.py    the file of run.code, of each start that had another one
       trackers.json      the run's id in each tracker of log.* that assigns one
       checkpoints/step-00001000/
       tokenizer/         the run's tokenizer: exports need no data
@@ -21,6 +22,7 @@ Any process can read with `RunFolder(path)`. Writing requires `open()`, which on
 """
 
 import contextlib
+import hashlib
 import json
 import os
 import re
@@ -153,6 +155,13 @@ class RunFolder:
         """Replace plan.json."""
         self._assert_open()
         self._replace(self.plan_path, plan)
+
+    def write_code(self, source: bytes) -> None:
+        """Keep the file of run.code, beside those of earlier starts."""
+        self._assert_open()
+        path = self.path / f"own_code-{hashlib.sha256(source).hexdigest()[:12]}.py"
+        with writing(path):
+            path.write_bytes(source)
 
     def write_trackers(self, ids: dict[str, str]) -> None:
         """Replace trackers.json: the run's id in each tracker that assigns one."""

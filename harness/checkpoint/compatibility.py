@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from harness.config.run_config import RECORDED_KEYS, RunConfig
+from harness.config.sections import RECORDED
 from harness.files.paths import script
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.shape import Shape
@@ -44,7 +45,8 @@ def resume_problems(
     different = [
         (key, old, new)
         for key, old, new in _differences(saved, planned)
-        if key not in (*allowed, *FREE_KEYS) and key.partition(".")[0] not in FREE_SECTIONS
+        if key not in (*allowed, *FREE_KEYS)
+        if key in RECORDED_KEYS or key.partition(".")[0] not in FREE_SECTIONS
         if key != "model.attention" or not (_is_exact(old) and _is_exact(new))
     ]
     allow = ",".join(asked([*allowed, *(key for key, *_ in different)], planned))
@@ -156,15 +158,18 @@ def _differences(
 ) -> Iterator[tuple[str, Any, Any]]:
     for section, values in planned["run"].items():
         saved_values = saved["run"].get(section, {})
+        if section == "own":  # not all keys are there
+            values = {**dict.fromkeys(saved_values), **values}
+            saved_values = {**dict.fromkeys(values), **saved_values}
         for name, new in values.items():
             key = f"{section}.{name}"
-            if name in saved_values:
+            if name in saved_values and key not in RECORDED_KEYS:
                 old = saved_values[name]
                 if old != new:
                     yield key, old, new
     for key in RECORDED_KEYS:
         old, new = _value(saved, key), _value(planned, key)
-        if old != new and key in planned:
+        if old != new and (key in planned or key == "run.code"):
             yield key, old, new
 
 
@@ -175,7 +180,7 @@ def recorded_run(sections: Mapping[str, Any]) -> RunConfig:
     for key, other in _EXCLUDE.items():  # a saved plan has all keys, including defaults
         if optim.get(key) is not None:
             optim.pop(other, None)
-    return RunConfig.model_validate(completed)
+    return RunConfig.model_validate(completed, context=RECORDED)
 
 
 def _is_exact(attention: str) -> bool:
@@ -186,6 +191,8 @@ def _is_exact(attention: str) -> bool:
 
 def _use(key: str, saved: Mapping[str, Any], planned: Mapping[str, Any]) -> str:
     """Return the first part of the suggested fix."""
+    if key == "run.code":
+        return "the code has changed (own_code-SHA.py is a copy): name the same file"
     if key != "data_fingerprint":
         return "keep its value"
     return (
@@ -221,6 +228,8 @@ def _value(plan: Mapping[str, Any], key: str) -> Any:
     """Return the value of a key. A precision includes that of optimizer states that are not
     fp32.
     """
+    if key == "run.code":
+        return (plan.get("code") or {}).get("sha256")
     value = plan.get(key)
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
     return f"{value} states" if key == "precision" and halves else value

@@ -16,6 +16,7 @@ from harness.config.sections import (
     Samples,
     Section,
     Text,
+    name_in,
 )
 from harness.layout.adapters import Adapters, Kind, Quantization
 from harness.layout.attention_table import ATTENTIONS
@@ -90,10 +91,11 @@ class ModelConfig(Section):
     mlp_tiles: Annotated[int, Field(ge=1, le=MAX_SAMPLES)] = 1
     """Number of parts in which dense MLPs process a micro-batch's tokens, recomputing each in the
     backward pass; 1: all tokens at once."""
-    attention: Literal["auto", *ATTENTIONS] = "auto"  # type: ignore[valid-type]
+    attention: Annotated[str, name_in(ATTENTIONS, "auto")] = "auto"
     """Attention implementation by its Hugging Face name; varlen: within documents, without a mask;
     auto: the best for device, model and data, checked against sdpa at the start. Approximations:
-    longformer, strided, linformer, performer, reformer (docs/long_sequences.md)."""
+    longformer, strided, linformer, performer, reformer (docs/long_sequences.md). Or one of
+    run.code."""
     attention_window: Samples | None = None
     """Number of latest tokens that a token attends to (longformer; reformer: within a bucket), the
     stride (strided) or the block length (linformer). None, here and in the next three keys: the

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field, field_validator, model_validator
 
@@ -22,6 +22,7 @@ from harness.config.sections import (
     Probability,
     Section,
     Text,
+    name_in,
 )
 from harness.layout.optimizer_table import OPTIMIZERS
 
@@ -47,10 +48,13 @@ def _restarts(progress: float, optim: OptimConfig) -> float:
 class Decay(NamedTuple):
     """The decay of the learning rate after warm-up."""
 
-    share: Callable[[float, OptimConfig], float]
-    """Maps progress in [0, 1] to the position between the lowest rate (0) and the highest (1)."""
+    share: Callable[..., float]
+    """Maps progress in [0, 1] and OptimConfig to the position between the lowest rate (0) and the
+    highest (1); a schedule of run.code also gets its values of own.* by keyword."""
     settings: tuple[str, ...] = ()
     """Fields of OptimConfig that only this schedule uses."""
+    own: tuple[str, ...] = ()
+    """Keys of own.* that it takes."""
 
 
 DECAYS: dict[str, Decay] = {
@@ -97,7 +101,7 @@ class GroupConfig(Section):
 class OptimConfig(Section):
     """The optimizer and its learning rate."""
 
-    name: Literal[tuple(OPTIMIZERS)] = "adamw"  # type: ignore[valid-type]
+    name: Annotated[str, name_in(OPTIMIZERS)] = "adamw"
     """adamw, lion, muon, adam8bit and adafactor decouple weight decay; the others add it to the
     gradient (L2). muon updates the matrices of decoder layers, and adamw the rest."""
     lr: Positive = 3e-3
@@ -121,7 +125,7 @@ class OptimConfig(Section):
     """Maximum global gradient norm; 0 disables clipping."""
     clip_value: Positive | None = None
     """Maximum absolute value of a gradient element; excludes clip_norm."""
-    schedule: Literal[tuple(DECAYS)] = "cosine"  # type: ignore[valid-type]
+    schedule: Annotated[str, name_in(DECAYS)] = "cosine"
     """Learning rate after warm-up: cosine, linear, constant, wsd, polynomial, cosine_restarts or
     inverse_sqrt. wsd stays constant and decays at the end; inverse_sqrt falls as
     1 / sqrt(step), regardless of the length of the run."""
@@ -185,6 +189,8 @@ class Schedule:
 
     optim: OptimConfig
     total_steps: int
+    own: Mapping[str, Any] = field(default_factory=dict)
+    """Values of own.*."""
 
     @cached_property
     def warmup(self) -> int:
@@ -203,7 +209,9 @@ class Schedule:
         if optim.schedule == "inverse_sqrt":
             share = math.sqrt(max(1, self.warmup) / step)
             return optim.lr * max(optim.min_lr_ratio, share)
-        share = DECAYS[optim.schedule].share(self._decay_progress(step), optim)
+        decay = DECAYS[optim.schedule]
+        values = {key: self.own[key] for key in decay.own if key in self.own}
+        share = decay.share(self._decay_progress(step), optim, **values)
         return optim.lr * (optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * share)
 
     def _ramp(self, step: int) -> float:

@@ -24,6 +24,7 @@ from harness.config.sections import (
     GuardConfig,
     LayoutConfig,
     LogConfig,
+    OwnConfig,
     PlanConfig,
     ProfileConfig,
     RampConfig,
@@ -57,6 +58,7 @@ class RunConfig(Section):
     plan: PlanConfig = Field(default_factory=PlanConfig)
     run: RunFolderConfig = Field(default_factory=RunFolderConfig)
     resume: ResumeConfig = Field(default_factory=ResumeConfig)
+    own: OwnConfig = Field(default_factory=OwnConfig)
 
     _origins: dict[str, str] = PrivateAttr(default_factory=dict)
 
@@ -133,7 +135,7 @@ FIRST_KEYS = (
 """Keys that a first run typically sets."""
 
 
-RECORDED_KEYS = ("precision", "model_config", "data_fingerprint", "data_mixture")
+RECORDED_KEYS = ("precision", "model_config", "data_fingerprint", "data_mixture", "run.code")
 """Keys of plan.json that a resumed run compares, besides those of the run config."""
 
 
@@ -144,7 +146,7 @@ def allow_problems(run: RunConfig) -> list[str]:
     return [
         worded("resume.allow", key, run.origin("resume.allow"), f"{why}{hint or _NAMED}")
         for key in run.resume.allow
-        if key not in names
+        if key not in names and not key.startswith("own.")
         for hint in [did_you_mean(".".join(key.split(".")[:2]), names)]
     ]
 

@@ -11,6 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from harness.config import own
 from harness.config.assignments import (
     COMMAND_LINE,
     MAX_FILE_BYTES,
@@ -25,14 +26,15 @@ from harness.config.assignments import (
 )
 from harness.config.ds_json import foreign_config, top_level_keys
 from harness.config.run_config import RunConfig, allow_problems, known_keys, origin_of
-from harness.config.sections import LENGTHS
+from harness.config.sections import LENGTHS, RECORDED
 from harness.errors import ConfigError, worded
 from harness.files.paths import RUN_CONFIGS, not_found, shipped
 from harness.files.regular_file import read_regular
 
 
 def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) -> RunConfig:
-    """Return the RunConfig: defaults, then the TOML file (if any), then `key=value`.
+    """Return the RunConfig: defaults, then the TOML file (if any), then `key=value`. Run the
+    file of the user's own code that they name (run.code).
 
     Raises ConfigError with all problems of the file and the command line.
     """
@@ -51,8 +53,15 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
             origins.pop(key, None)
     origins |= dict.fromkeys(assigned, COMMAND_LINE)
     problems += rejected
+    code, context = tree.get("run"), None
+    code = code.get("code") if isinstance(code, dict) else None
     try:
-        run = validated(tree, origins)
+        own.load(code if isinstance(code, str) else None, origin_of("run.code", origins))
+    except ConfigError as error:
+        problems += error.problems
+        context = RECORDED  # the names that it would have added are no further problems
+    try:
+        run = validated(tree, origins, context)
         problems += allow_problems(run)
     except ConfigError as error:
         problems += error.problems
@@ -61,13 +70,16 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
     return run
 
 
-def validated(tree: Mapping[str, Any], origins: Mapping[str, str]) -> RunConfig:
+def validated(
+    tree: Mapping[str, Any], origins: Mapping[str, str], context: dict[str, bool] | None = None
+) -> RunConfig:
     """Return the RunConfig for a nested dict; `origins` holds the origin of each dotted key.
+    `context`: RECORDED, or None.
 
     Raises ConfigError.
     """
     try:
-        return RunConfig.model_validate(tree).with_origins(origins)
+        return RunConfig.model_validate(tree, context=context).with_origins(origins)
     except ValidationError as error:
         raise ConfigError(_sentences(error.errors(), origins)) from None
 

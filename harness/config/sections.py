@@ -11,6 +11,7 @@ import itertools
 import math
 import re
 import textwrap
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -19,10 +20,12 @@ from pydantic import (
     BeforeValidator,
     ConfigDict,
     Field,
+    PlainValidator,
+    ValidationInfo,
     field_validator,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
+from pydantic_core import PydanticCustomError, PydanticKnownError
 
 from harness.config.batch import Curriculum
 from harness.files.paths import expanded_path
@@ -63,6 +66,28 @@ def _path(value: str) -> str:
 PathText = Annotated[Text, AfterValidator(_path)]
 """A path with `~` expanded, which shells do not do after "="; hub ids and preset names stay
 unchanged."""
+
+
+RECORDED = {"recorded": True}
+"""Context of validating a stored config: it may name rows that a file (run.code) added then."""
+
+
+def name_in(table: Mapping[str, Any], *more: str) -> PlainValidator:
+    """Return the validator of a key that names a row of a table, to which run.code adds others."""
+
+    def check(value: object, info: ValidationInfo) -> str:
+        names = [*more, *table]
+        if isinstance(value, str) and (value in names or info.context == RECORDED):
+            return value
+        first, last = ", ".join(map(repr, names[:-1])), repr(names[-1])
+        expected = f"{first} or {last}" if first else last
+        raise PydanticKnownError("literal_error", {"expected": expected})
+
+    return PlainValidator(check)
+
+
+LOSSES = {"cross_entropy": "of the next token, in nats"}
+"""Training losses by name (models/loss.py); those of run.code get all logits."""
 
 
 def key_of(field: str) -> str:
@@ -139,6 +164,8 @@ class TrainConfig(Section):
     sft_weight: PositiveOrZero = 0.0
     """With a preference objective: weight of the chosen side's mean cross-entropy, which is added
     to the loss (arXiv 2404.19733)."""
+    loss: Annotated[str, name_in(LOSSES)] = "cross_entropy"
+    """Training loss: cross_entropy, or one of run.code; held-out losses stay cross-entropy."""
     label_smoothing: Probability = 0.0
     """Share of a target's probability that is spread over the vocabulary (arXiv 1512.00567); not
     applied to the held-out loss."""
@@ -384,8 +411,22 @@ class RunFolderConfig(Section):
     """Run folder; None: a new one under runs/. A folder that holds a run resumes it."""
     owner: Text | None = None
     """Name that lists of runs and notifications show; None: the user who starts the run."""
+    code: PathText | None = None
+    """Python file with optimizers, losses, attentions, schedules or metrics of your own
+    (docs/own_code.md). It runs only if a start's own arguments, or their config file, name it."""
     notify: Text | None = None
     """Whom to tell of starts, ends, hangs: an http(s) address, a command, FILE.prom; see docs."""
+
+
+class OwnConfig(Section):
+    """Values for the functions of run.code, by the names of their parameters."""
+
+    model_config = ConfigDict(extra="allow")
+
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values by key."""
+        return self.model_extra or {}
 
 
 class ResumeConfig(Section):

@@ -35,7 +35,7 @@ from harness.layout.optimizer_table import Parameter, is_frozen, optimizer_group
 from harness.layout.tensor import TensorPlan
 from harness.models.adapters import quantize_linear_maps
 from harness.models.chunked_loss import ChunkedLoss, Operations, operations_on_logits
-from harness.models.loss import LossSetup
+from harness.models.loss import LossSetup, own_loss
 from harness.models.preferences import TALLIED, Preferences
 from harness.models.sequence import DividedRows
 from harness.models.skeleton import described_parameters
@@ -111,7 +111,8 @@ def build_engine(
     rows = None if module.row_group is None else DividedRows(model, module.row_group)
     preferences = _preferences(plan, device, module.row_group)
     fuses_loss = plan.config.model.kernels == "liger" and preferences is None
-    setup = LossSetup(module.divided.vocabulary, chunked, fuses_loss, padded, rows, preferences)
+    objectives = preferences, own_loss(plan)
+    setup = LossSetup(module.divided.vocabulary, chunked, fuses_loss, padded, rows, *objectives)
     events = [*module.events, *settings, *notes]
     made = _made_groups(plan, engine, module)
     if stage is None:

@@ -133,21 +133,22 @@ class ForwardPass:
         batch: Batch,
         smoothing: float = 0.0,
         keywords: Mapping[str, Any] = MappingProxyType({}),
+        setup: LossSetup | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return a micro-batch's token loss and auxiliary loss (models/loss.py). Its tokens are
-        copied while the previous micro-batch computes.
+        """Return a micro-batch's token loss and auxiliary loss (models/loss.py), of an evaluation
+        without `setup`. Its tokens are copied while the previous micro-batch computes.
         """
         keywords, pairs = {**self.keywords(batch), **keywords}, pairs_of(batch, self._device)
-        tokens = batch.on(self._device)
-        return forward(self._engine, *tokens, self._setup, smoothing, keywords, pairs)
+        tokens, setup = batch.on(self._device), setup or self._setup.in_evaluation
+        return forward(self._engine, *tokens, setup, smoothing, keywords, pairs)
 
     def in_training(self, number: int, batch: Batch) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return a training micro-batch's two losses, carrying recurrent states over if enabled."""
         smoothing = self._plan.config.train.label_smoothing
         if self.carried is None:
-            return self(batch, smoothing)
+            return self(batch, smoothing, setup=self._setup)
         window = self.carried.before(number, batch)
-        losses = self(batch, smoothing, window.keywords)
+        losses = self(batch, smoothing, window.keywords, self._setup)
         self.carried.keep(number, batch, window)
         return losses
 

@@ -6,7 +6,7 @@ from transformers import PreTrainedModel
 
 from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
-from harness.models.attention import separates_documents, takes_keywords
+from harness.models.attention import register_own, separates_documents, takes_keywords
 from harness.models.efficient_attention.kinds import function_name
 from harness.models.skeleton import DTYPES, hf_config, skeleton
 from harness.plan.attention import ignored_documents
@@ -55,6 +55,7 @@ def empty_model(
 def attention_of(plan: Plan) -> str:
     """Return the name under which transformers knows a plan's attention."""
     model = plan.config.model
+    register_own(model.attention, plan.config.own.given)
     return function_name(model.attention, model.attention_sizes, plan.config.train.seed)
 
 

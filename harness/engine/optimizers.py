@@ -8,8 +8,9 @@ and a Muon that clips its update at some stages (docs/deepspeed_findings.md, 29,
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from torch.optim import Adafactor, AdamW, Optimizer
 from torch.optim._muon import DEFAULT_A, DEFAULT_B, DEFAULT_C, _zeropower_via_newtonschulz
 
+from harness.config.own import ROWS, Row
 from harness.engine.deepspeed_0_19 import internals
 from harness.engine.eight_bit import adam8bit
 from harness.engine.state import flat_of, pieces
+from harness.errors import ConfigError
 from harness.plan.plan import Plan
 
 
@@ -222,8 +225,26 @@ BUILT_HERE: dict[str, Callable[..., Optimizer]] = {
 }
 
 
+def _made_by(
+    row: Row, values: Mapping[str, Any], groups: list[dict[str, Any]], **settings: Any
+) -> Optimizer:
+    """Return the optimizer that the function of run.code makes. Raises ConfigError."""
+    try:
+        made = row.bound(values)(groups, **settings)
+    except Exception as error:
+        raise row.failed(error) from error
+    if not isinstance(made, Optimizer):
+        raise ConfigError(f"{row} returns a {type(made).__name__}, not a torch.optim.Optimizer")
+    if made.state:
+        why = "but ZeRO divides the weights after that: create them in the first step"
+        raise ConfigError(f"{row} creates states when it is made, {why}")
+    return made
+
+
 def our_optimizer(plan: Plan) -> Callable[[list[dict[str, Any]]], Optimizer] | None:
     """Return the function that builds the plan's optimizer; None if DeepSpeed builds it."""
     section = plan.deepspeed["optimizer"]
     make = BUILT_HERE.get(section["type"])
+    if row := ROWS.get(("optimizer", plan.config.optim.name)):
+        make = partial(_made_by, row, plan.config.own.given)
     return None if make is None else lambda groups: make(groups, **section["params"])

@@ -90,7 +90,8 @@ class PipelineEngine(ZeroEngine):
             wanted, batch = next(labels), next(of_batch)
             pairs = pairs_of(batch, self.device)
             with self.forward.by_group(batch, by_group):
-                loss = losses(self.stage.model, run, wanted, self.setup, 0.0, pairs)[0]
+                how = self.setup.in_evaluation, 0.0, pairs
+                loss = losses(self.stage.model, run, wanted, *how)[0]
             sums[0] += loss
             sums[1] += self.forward.targets(batch)
             return loss

@@ -116,7 +116,10 @@ def unsplit_loss_and_norm(
     objective = engine.setup.preferences
     if objective is not None:  # of whole rows, and not counted
         objective = replace(objective, group=None, tallies=torch.zeros_like(objective.tallies))
-    setup = LossSetup(gets_padding=engine.setup.gets_padding, preferences=objective)
+    padded, own = engine.setup.gets_padding, engine.setup.own
+    setup = LossSetup(gets_padding=padded, preferences=objective, own=own)
+    smoothing = plan.config.train.label_smoothing
+    differs = bool(smoothing) or setup.own is not None  # the loss, from that of an evaluation
     reads = plan.config.model.init_from is not None
     if not reads or config_of_files(plan, empty) is not None:
         model = copy.deepcopy(empty)
@@ -138,19 +141,17 @@ def unsplit_loss_and_norm(
     for batch in batches:
         keywords = batch.keywords(plan.config.model.attention, device)
         pairs = pairs_of(batch, device)
-        smoothing = plan.config.train.label_smoothing
-        if smoothing or not compares_norm:  # the loss is compared with that of an evaluation
+        if differs or not compares_norm:
+            how, tokens = setup.in_evaluation, batch.on(device)
             with torch.no_grad():
-                token_loss, _ = forward(
-                    model, *batch.on(device), setup, keywords=keywords, pairs=pairs
-                )
+                token_loss, _ = forward(model, *tokens, how, keywords=keywords, pairs=pairs)
             loss += token_loss / max(targets, 1)
         if not compares_norm:
             continue
         tokens = batch.on(device)
         token_loss, auxiliary = forward(model, *tokens, setup, smoothing, keywords, pairs)
         share = token_loss / max(targets, 1)
-        if not smoothing:
+        if not differs:
             loss += share.detach()
         if auxiliary is not None:
             share = share + auxiliary / len(batches)

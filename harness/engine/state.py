@@ -17,6 +17,7 @@ from harness.engine import eight_bit, swap
 from harness.engine.api import Fill, Kinds, Scalars
 from harness.engine.deepspeed_0_19 import gradients, internals
 from harness.engine.fragments import is_copy, is_frozen_base, part_of
+from harness.errors import ConfigError
 from harness.layout.box import Part
 from harness.layout.grid import Share
 
@@ -151,12 +152,23 @@ def restore_scalars(engine: Any, saved: Scalars) -> None:
     gradients.replay_adam_steps(engine.optimizer)
 
 
+def check_states(engine: Any) -> None:
+    """Raise ConfigError for states of an optimizer of run.code that no checkpoint would hold."""
+    for flat, state in internals.inner_optimizer(engine).state.items():
+        for key, value in state.items():
+            if key != _STEP and not _is_per_element(key, value, flat):
+                why = 'a checkpoint holds "step" and tensors of the shape of the parameter'
+                raise ConfigError(f"optim.name: its optimizer keeps {key!r}, but {why}")
+
+
 def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
     """Set the number of steps that an optimizer has taken; None if none had been taken.
 
     torch's optimizers count in tensors, fused ones on the device; DeepSpeed's count in integers.
     """
-    in_tensors = isinstance(inner, torch.optim.Adam | torch.optim.Adafactor)
+    # A class of torch's own, or one that is derived from it.
+    kinds = (kind for kind in type(inner).__mro__ if kind is not torch.optim.Optimizer)
+    in_tensors = any(kind.__module__.startswith("torch.optim.") for kind in kinds)
     fused = bool(inner.defaults.get("fused"))
     for flat, state in inner.state.items():
         if count is None and _STEP not in state:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from harness.checkpoint.tensor_file import Fragment
+from harness.config.own import ROWS
 from harness.data.batch import Batch
 from harness.engine import fragments, state, stepping, swap
 from harness.engine.api import ByGroup, Engine, Fill, Kinds, Replica, Scalars, StepResult
@@ -245,7 +246,12 @@ class ZeroEngine(Engine):
             self.engine.monitor.write_events(events)
 
     def describe(self) -> dict[str, Any]:
-        """Return the classes, the ZeRO stage and the number of elements actually on this rank."""
+        """Return the classes, the ZeRO stage and the number of elements actually on this rank.
+
+        Raises ConfigError for states of an optimizer of run.code that no checkpoint would hold.
+        """
+        if ("optimizer", self.plan.config.optim.name) in ROWS:
+            state.check_states(self.engine)
         optimizer = self.engine.optimizer
         inner = internals.inner_optimizer(self.engine)
         return {

@@ -200,8 +200,8 @@ def _results(inputs: Inputs, index: int) -> tuple[int, int]:
     # Rotated queries and keys, and the inputs of norms, are recomputed from them.
     from_them = e * (shape.q_size + 2 * shape.kv_size + shape.hidden_size)
     as_they_are = 0
-    keeps_attention = inputs.attention != "eager" and ATTENTIONS[inputs.attention].is_exact
-    if keeps_attention and not writes_scores(inputs):
+    kind = ATTENTIONS[inputs.attention]
+    if kind.is_exact and not kind.keeps_scores and not writes_scores(inputs):
         as_they_are += e * shape.q_size + FP32 * shape.num_heads
     if has_experts(inputs, index):
         chosen = shape.experts_per_token
@@ -227,10 +227,11 @@ def _recomputed(inputs: Inputs, index: int, layer: Layer) -> int:
 def _mask(inputs: Inputs) -> int:
     """Return the bytes of the masks that layers share, one for each window size."""
     eager, windows = inputs.attention == "eager", inputs.shape.sliding_windows
-    if not eager and inputs.attention != "sdpa":
+    always = eager or ATTENTIONS[inputs.attention].is_own
+    if not always and inputs.attention != "sdpa":
         return 0
     layers = [each[0] for each in inputs.layers_alike]
-    kinds = {windows[index] for index in layers if eager or is_masked(inputs, index)}
+    kinds = {windows[index] for index in layers if always or is_masked(inputs, index)}
     element = inputs.element_bytes if eager else 1
     return len(kinds) * element * inputs.micro_batch * inputs.seq_len**2
 

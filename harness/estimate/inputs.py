@@ -179,7 +179,8 @@ class Inputs:
     loss_chunk: int | None = None
     """model.loss_chunk."""
     smooths_labels: bool = False
-    """True if labels are smoothed; Liger's loss is then not fused with the head."""
+    """True if labels are smoothed, or the loss is one of run.code; Liger's loss is then not fused
+    with the head."""
     document_mask: bool = False
     """True if attention is confined to documents; the mask is then a tensor."""
     seen_tokens: float | None = None

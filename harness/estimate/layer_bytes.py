@@ -59,7 +59,7 @@ def _attention(inputs: Inputs, index: int) -> int:
         kv = max(kv, shape.head_dim * inputs.grid.sequence)
         size += e * q
     masked = is_masked(inputs, index)
-    if inputs.attention == "eager":
+    if ATTENTIONS[inputs.attention].keeps_scores:
         # Softmax in fp32, its copy in the model's dtype, keys and values repeated for every head.
         scores = e if e == FP32 or family.half_softmax else FP32 + e
         scores += e if family.soft_caps else 0  # tanh saves its output

@@ -21,10 +21,17 @@ class Attention:
     stands for its products with the query and the value.
     """
 
+    keeps_scores: bool = False
+    """True if all scores are saved for the backward pass."""
+    is_own: bool = False
+    """True if it comes from run.code; it always gets a mask, of booleans."""
+    approximates: bool = False
+    """True if it is not exact although it has no sizes."""
+
     @property
     def is_exact(self) -> bool:
         """True if it computes the softmax over all tokens that the mask admits."""
-        return not self.sizes
+        return not (self.sizes or self.approximates)
 
 
 def _kind(keys: Callable[[Mapping[str, int], float], float], **sizes: int) -> Attention:
@@ -42,7 +49,7 @@ def seen_by(attention: str, sizes: Mapping[str, int]) -> Callable[[int], float]:
 
 ATTENTIONS = {
     "sdpa": Attention(is_traced=True),
-    "eager": Attention(is_traced=True),
+    "eager": Attention(is_traced=True, keeps_scores=True),
     "varlen": Attention(takes_bounds=True, is_traced=True),
     "flash_attention_2": Attention("flash_attn", takes_bounds=True),
     "flash_attention_3": Attention("flash_attn_3", takes_bounds=True),

@@ -7,7 +7,7 @@ ranks share, so it must be drawn identically.
 import contextlib
 import functools
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from transformers import PreTrainedModel, masking_utils
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from harness.config.own import ROWS
 from harness.models import varlen
 
 _PROBE, _KEYWORD = "probe", "of_the_model"
@@ -94,6 +95,20 @@ def _reached(model: PreTrainedModel, attention: str, **keywords: Any) -> _Reache
 # Without a mask function of the same name, models create no mask.
 ALL_ATTENTION_FUNCTIONS.register("varlen", varlen.attend)
 ALL_ATTENTION_FUNCTIONS.register(_PROBE, _reach)
+
+
+def register_own(attention: str, values: Mapping[str, Any]) -> None:
+    """Register an attention of run.code in transformers, with values of own.*, if it is one."""
+    row = ROWS.get(("attention", attention))
+    if row is not None:
+        ALL_ATTENTION_FUNCTIONS.register(attention, row.bound(values))
+        ALL_MASK_ATTENTION_FUNCTIONS.register(attention, _mask)
+
+
+def _mask(*args: Any, **keywords: Any) -> Any:
+    """Return the mask of sdpa, also where sdpa itself needs none."""
+    skips = dict.fromkeys(("allow_is_causal_skip", "allow_is_bidirectional_skip"), False)
+    return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](*args, **keywords | skips)
 
 
 def separating(documents: bool) -> contextlib.AbstractContextManager[None]:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from harness.layout.attention_table import ATTENTIONS
 from harness.models.efficient_attention.kinds import is_kind
 
 QUERIES = 64
@@ -43,10 +44,12 @@ class AttentionSums:
         functions = asked.get_interface
 
         def get_interface(name: str, default: Callable[..., Any]) -> Callable[..., Any]:
-            if is_kind(name):  # it computes other weights than `_add`
-                self.sums.fill_(torch.nan)
+            row = ATTENTIONS.get(name)
             function: Callable[..., Any] = functions(name, default)
-            return function if is_kind(name) else partial(self._attend, function)
+            if is_kind(name) or (row and not row.is_exact):  # other weights than `_add` computes
+                self.sums.fill_(torch.nan)
+                return function
+            return partial(self._attend, function)
 
         asked.get_interface = get_interface
         try:

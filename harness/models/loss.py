@@ -14,12 +14,15 @@ from typing import Any
 
 import torch
 
+from harness.config.own import ROWS
+from harness.errors import ConfigError
 from harness.models.attention import separating
 from harness.models.chunked_loss import ChunkedLoss
 from harness.models.preferences import Pairs, Preferences
 from harness.models.sequence import DividedRows
 from harness.models.stage import balancing_of, counted_tokens
-from harness.models.token_losses import Vocabulary, token_losses
+from harness.models.token_losses import Vocabulary, record, token_losses
+from harness.plan.plan import Plan
 
 
 @dataclass(frozen=True)
@@ -37,6 +40,13 @@ class LossSetup:
     """With these, this rank computes its tokens of each row."""
     preferences: Preferences | None = None
     """The objective for pairs; None: cross-entropy."""
+    own: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None = None
+    """The training loss of run.code (`own_loss`); None for cross-entropy."""
+
+    @property
+    def in_evaluation(self) -> "LossSetup":
+        """The setup for evaluations, whose loss is cross-entropy."""
+        return replace(self, own=None)
 
 
 PLAIN = LossSetup()
@@ -66,7 +76,7 @@ def forward(
         input_ids, labels = rows.own(input_ids), rows.own(labels)
         pairs = pairs and replace(pairs, segments=rows.own(pairs.segments))
     own: Any = getattr(model, "module", model)
-    if setup.fuses_loss and own.training and not smoothing:
+    if setup.fuses_loss and own.training and not smoothing and setup.own is None:
         # Liger returns the sum, divided by 1. It accumulates the head's gradient over chunks of
         # tokens in fp32, not in the weight's bf16.
         arguments |= {"shift_labels": labels, "num_items_in_batch": 1, "accum_dtype": torch.float32}
@@ -97,7 +107,9 @@ def losses(
         auxiliary = auxiliary * float(model.config.router_aux_loss_coef)
     if outputs.logits is None:  # fused head, see models/layer_changes.py
         return outputs.loss.float(), auxiliary
-    if chunked is not None:
+    if setup.own is not None:
+        each = setup.own(outputs.logits.float(), labels)
+    elif chunked is not None:
         each = chunked.taken(outputs.logits)
     elif setup.vocabulary is not None:
         each = setup.vocabulary.token_losses(outputs.logits, labels, smoothing)
@@ -106,3 +118,35 @@ def losses(
     if pairs is None or setup.preferences is None:
         return each.sum(), auxiliary
     return setup.preferences(each, labels, pairs), auxiliary
+
+
+def own_loss(plan: Plan) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor] | None:
+    """Return train.loss by token if it is one of run.code, after a trial with random logits on the
+    CPU; None for cross-entropy. Raises ConfigError.
+    """
+    row = ROWS.get(("loss", plan.config.train.loss))
+    if row is None:
+        return None
+    function = row.bound(plan.config.own.given)
+
+    def recorded(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        losses: torch.Tensor = function(logits, labels)
+        record(losses.contiguous())
+        return losses
+
+    draw, rows = torch.Generator().manual_seed(0), int(plan.model_config.get("vocab_size") or 64)
+    logits = torch.randn(2, 4, rows, generator=draw, requires_grad=True)
+    labels = torch.randint(rows, (2, 4), generator=draw)
+    labels[0, :2] = -100
+    try:
+        losses = function(logits, labels)
+    except Exception as error:
+        raise row.failed(error) from error
+    if not torch.is_tensor(losses) or losses.shape != labels.shape:
+        kind = tuple(losses.shape) if torch.is_tensor(losses) else type(losses).__name__
+        raise ConfigError(f"{row} returns {kind}, not the loss of each token, (2, 4)")
+    if not losses.requires_grad:
+        raise ConfigError(f"{row} returns losses without a gradient")
+    if losses[labels == -100].any():
+        raise ConfigError(f"{row} returns losses where there is no target (label -100), not 0")
+    return recorded

@@ -74,7 +74,7 @@ class AttentionNeeds:
             problems.append(f"it needs a GPU and the package {row.package}")
         if attention == "sdpa" and self._lacking:
             problems.append(self._lacking)
-        if attention != "varlen" and row.is_exact:
+        if row.is_own or (attention != "varlen" and row.is_exact):
             return problems
         if self.shape is not None and not self.shape.family.divides_rows:
             problems.append(f"{config['model_type']} models do not pass it the starts of documents")

@@ -142,11 +142,10 @@ def note_kernels(draft: Draft) -> None:
     unfused = config.model.float8 != "none" and not config.model.compile
     if unfused and draft.world.accelerator == "cuda":
         draft.note("float8_unfused", "float8 pays in compiled layers alone: model.compile=true")
-    if config.model.kernels == "liger" and config.train.label_smoothing:
-        draft.note(
-            "loss_not_fused",
-            "with train.label_smoothing the head is not fused with the loss (model.kernels)",
-        )
+    key = "train.loss" if config.train.loss != "cross_entropy" else "train.label_smoothing"
+    if config.model.kernels == "liger" and config.get(key):
+        why = f"with {key} the head is not fused with the loss (model.kernels)"
+        draft.note("loss_not_fused", why)
 
 
 def _check_liger(draft: Draft) -> None:

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 from harness.config.assignments import COMMAND_LINE, assign, parse_assignment, value_as_text
 from harness.config.ds_check import apply_changes, check_keys, refusals
 from harness.config.ds_json import PREFIX, DsJson
+from harness.config.own import loaded
 from harness.config.run_config import RunConfig
 from harness.config.run_file import with_values
 from harness.errors import ConfigError, Problems
@@ -32,6 +33,7 @@ from harness.plan import (
     merge_settings,
     model,
     optimizer,
+    own_code,
     parallelism,
     preferences,
     resolve_auto,
@@ -116,6 +118,9 @@ PASSES: tuple[Pass, ...] = (
     parallelism.divide_tensors,
     parallelism.divide_sequences,
     parallelism.divide_experts,
+    own_code.check_values,
+    own_code.check_loss,
+    own_code.check_schedule,
     layers.check_adapters,
     layers.check_float8,
     folder.adopt_monitors,
@@ -206,6 +211,7 @@ def _with_chosen(
         site=draft.site,
         stored=draft.stored,
         events=(*draft.ds.events, *draft.events),
+        code=loaded(draft.config.run.code),
         asked=asked,
         facts=facts,
         draft=first,
@@ -269,7 +275,8 @@ def _planner(plan: Plan) -> str:
     }
     flags = [f"{flag} {shlex.quote(str(value))}" for flag, value in asked.items() if value]
     own = (f"model.{name}" for name in type(model).model_fields if name not in _ASKED)
-    settings = {key: plan.asked.get(key) for key in (*own, "optim.name") if plan.asked.is_set(key)}
+    more = ("optim.name", "train.loss", "run.code", *(f"own.{key}" for key in plan.asked.own.given))
+    settings = {key: plan.asked.get(key) for key in (*own, *more) if plan.asked.is_set(key)}
     words = [shlex.quote(f"{key}={value_as_text(value)}") for key, value in settings.items()]
     return " ".join(["python", script("tools/plan_cluster.py"), *flags, *words])
 

@@ -222,7 +222,9 @@ def memory_inputs(plan: Plan) -> Inputs | None:
         liger=run.model.kernels == "liger",
         compiled=run.model.compile is True,
         float8=run.model.float8 != "none",
-        smooths_labels=bool(run.train.label_smoothing or run.train.preferences),
+        smooths_labels=bool(
+            run.train.label_smoothing or run.train.preferences or run.train.loss != "cross_entropy"
+        ),
         loss_chunk=run.model.loss_chunk,
         document_mask=bool(run.data.document_mask),
         activation=str(config.get("activation_function") or ""),

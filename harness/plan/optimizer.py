@@ -47,7 +47,7 @@ def _check_layout(draft: Draft) -> None:
     if kind.layouts == "whole" and ds.value(_STAGE) != 0:
         problems.add(
             "optim.name",
-            f"it keeps means of rows and columns, but {_stage_of(ds)} gives it flat shards",
+            f"it uses whole matrices, but {_stage_of(ds)} gives it flat shards",
             f"use {_whole_in(ds)}, or optim.name=adam8bit for small states, or optim.name=adamw",
         )
     if kind.layouts == "unoffloaded" and device != "none":

@@ -103,6 +103,8 @@ class Plan:
     """vocab_size and quantization_config of model.init_from's files, if they differ from
     model_config."""
     events: tuple[Event, ...] = ()
+    code: dict[str, Any] | None = None
+    """The file of run.code: its path, sha256, and what it adds; None without one."""
     asked: RunConfig = field(default_factory=RunConfig)
     """The run config as the user wrote it."""
     estimate: Estimate | None = None
@@ -174,7 +176,7 @@ class Plan:
 
     def schedule(self, total_steps: int) -> Schedule:
         """Return the learning rate schedule of a run of `total_steps` optimizer steps."""
-        return Schedule(self.config.optim, total_steps)
+        return Schedule(self.config.optim, total_steps, self.config.own.given)
 
     def to_json(self) -> dict[str, Any]:
         """Return the plan as plain JSON values, for plan.json."""

@@ -61,6 +61,7 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, bool, str, str]]:
     yield "data.learn", data.learn == "all", prompt, "leave it out"
     unlike = f"{given}, whose loss is not of tokens"
     yield "train.label_smoothing", train.label_smoothing > 0, unlike, "use 0"
+    yield "train.loss", train.loss != "cross_entropy", unlike, "leave it out"
     yield "ramp.length_from", config.ramp.length_from is not None, whole, "leave it out"
     yield "train.carry_state", train.carry_state, whole, "use false"
     old = f"{given}, and old data is no pairs"

@@ -32,7 +32,7 @@ def read_settled(draft: Draft) -> None:
     values = {
         key: value
         for key, value in _settled_in(draft).items()
-        if key not in (*asked, *FLOATING)
+        if key not in (*asked, *FLOATING) and not key.startswith(("run.", "own."))
         if not config.is_set(key) or (key == "model.attention" and is_open)
     }
     if values:

@@ -34,6 +34,7 @@ def summary(plan: Plan, counts: Counts | None = None) -> str:
         ("length", length_text(plan, steps, counts)),
         ("optimizer", _optimizer(plan)),
         ("learning rate", _rates(plan, steps)),
+        ("own code", plan.code and f"{plan.code['file']}: {', '.join(plan.code['adds'])}"),
         ("memory", _memory(plan)),
         ("time", "" if step is None else time_line(plan, step)),
         *(("note", _note(event)) for event in _events(plan, counts)),

@@ -230,7 +230,8 @@ def _perplexity(runs: list[RunRecord]) -> Chart:
 
 
 def _metrics(runs: list[RunRecord]) -> Iterator[Chart]:
-    for kind in _KINDS:
+    own = {key: None for run in runs for key in _keys(run, "own/")}
+    for kind in (*_KINDS, *(_Kind(key, key.removeprefix("own/"), "run.code") for key in own)):
         curves = _several(runs, kind.key, scale=kind.scale, smooth=kind.is_noisy)
         values = [value for drawn in curves for value in drawn.y]
         if not values or (len(set(values)) == 1 and not kind.constant_too):
@@ -240,7 +241,7 @@ def _metrics(runs: list[RunRecord]) -> Iterator[Chart]:
             mean = curve(runs[0], kind.key, "mean", raw.colour, scale=kind.scale, smooth=True)
             curves = [replace(raw, style="faint"), mean]
         yield Chart(
-            kind.key.replace("_", "-"),
+            kind.key.replace("_", "-").replace("/", "-"),
             kind.title,
             kind.unit,
             curves,

@@ -14,14 +14,15 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-import harness.models.attention  # noqa: F401, which registers varlen
 from harness.checkpoint.collectives import first_problem
 from harness.config.ds_json import Event
+from harness.config.own import ROWS
 from harness.data.batch import Batch, on_device
 from harness.engine.api import Engine
 from harness.errors import ConfigError
 from harness.layout.attention_table import ATTENTIONS
 from harness.layout.families import Family, default_kv_heads, family_of
+from harness.models.attention import register_own
 from harness.models.attention_sums import AttentionSums
 from harness.models.initialize import materialize
 from harness.models.skeleton import DTYPES, hf_config, skeleton
@@ -216,15 +217,19 @@ def verify_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[Event
     Raises ConfigError if the implementation that the user chose differs from the one with a mask.
     """
     options, attention = AttentionNeeds.by(plan), plan.config.model.attention
-    if not (ATTENTIONS[attention].takes_bounds and ATTENTIONS[attention].is_exact):
+    kind, own = ATTENTIONS[attention], ROWS.get(("attention", attention))
+    if not (kind.is_exact and (kind.takes_bounds or own)):
         return plan, []
     different, unknown = None, None
+    register_own(attention, plan.config.own.given)
     try:
         compare(plan, attention, options.masked, device)
     except Different as error:
         different = str(error)
     except Exception as error:  # any error of transformers or a kernel
         unknown = f"{type(error).__name__}: {error}"
+        if own:
+            different = str(own.failed(error))
     different, unknown = first_problem(different), first_problem(unknown)
     problem = different or unknown
     if problem is None:
@@ -234,7 +239,9 @@ def verify_attention(plan: Plan, device: torch.device) -> tuple[Plan, list[Event
         plan = with_facts(plan, replace(plan.facts, attention=(options.masked, why)))
         return plan, [attention_event(plan, "fallback")]
     if different:
-        raise ConfigError(f"model.attention={attention}: {why}; use {options.masked}, or auto")
+        use = "declare it with exact=False, or " * (own is not None)
+        use += f"use {options.masked}, or auto"
+        raise ConfigError(f"model.attention={attention}: {why}; {use}")
     return plan, [{"kind": "not_compared", "message": f"{attention}: {unknown}"}]
 
 

@@ -13,6 +13,7 @@ import torch
 from harness.checkpoint.export import replacing, sweep
 from harness.checkpoint.save import Saver
 from harness.checkpoint.store import Retention, Store
+from harness.config.own import source
 from harness.data.build import build_data
 from harness.data.data import Data
 from harness.data.spec import DataSpec
@@ -29,6 +30,7 @@ from harness.guard.stability import StabilityMonitor
 from harness.guard.stop_request import StopAsked, StopRequest
 from harness.guard.time_left import TimeLeft, slurm_seconds_left
 from harness.guard.watchdog import Pulse, Watchdog
+from harness.models.loss import own_loss
 from harness.plan.batches import SMALLEST
 from harness.plan.duration import length
 from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems
@@ -39,6 +41,7 @@ from harness.run.attention import AttentionMetrics
 from harness.run.data_decisions import decide_from_data, require_same_settings
 from harness.run.ending import fails, hangs
 from harness.run.finish import question_of, show_sample
+from harness.run.instrument import own_metrics
 from harness.run.live_memory import MemoryCheck
 from harness.run.meter import ExpertLoad, Meter, SourceLosses, StepClock, WeightChange
 from harness.run.notify import Notifier
@@ -63,6 +66,8 @@ def start_run(
     """Record the run and load its checkpoint, if any. Collective."""
     if run.is_writer:
         run.folder.write_plan(record)
+        if run.plan.code is not None:
+            run.folder.write_code(source())
     for event in events:
         run.event(**event)
     if (left_s := run.time_left.seconds) is not None:
@@ -149,6 +154,8 @@ def build(
     if problems := swap_problems(plan):
         raise ConfigError(problems)
     _check_fit(plan)
+    own = [*own_metrics(plan.config.own.given)]
+    own_loss(plan)  # a trial, before the data is read
     if data is None:  # tokenizing takes longer
         empty_model(plan, trust_remote_code)
     data, device, guard = _joined(plan, trust_remote_code, data, request, progress)
@@ -208,6 +215,7 @@ def build(
                 WeightChange(engine),
                 AttentionMetrics(),
                 StepClock(plan, record["seen_tokens"]),
+                *own,
                 memory,
                 notifier,
             ),

@@ -84,6 +84,7 @@ def require_same_settings(plan: Plan) -> None:
     """
     own = dict(flat(plan.config.model_dump(mode="json")))
     own = {key: value for key, value in own.items() if not key.startswith(_OF_A_NODE)}
+    own["run.code"] = plan.code and plan.code["sha256"]
     own |= {f"ds.{key}": value for key, value in flat(plan.deepspeed) if "nvme_path" not in key}
     first = broadcast_object(own)
     unlike = [key for key in {**first, **own} if first.get(key) != own.get(key)]

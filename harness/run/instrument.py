@@ -3,12 +3,14 @@
 A new metric is a new instrument.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 
+from harness.config.own import METRICS, ROWS, Row
 from harness.engine.api import StepResult
+from harness.errors import ConfigError
 from harness.steps import Step
 
 
@@ -54,3 +56,28 @@ class Instrument:
         """Called last, also without `begin`: after the last step, a stop (`error` is RunStopped) or
         a failure of this rank.
         """
+
+
+class OwnMetric(Instrument):
+    """A metric of run.code that is a function: own/NAME in every metrics line."""
+
+    def __init__(self, row: Row, values: Mapping[str, Any]) -> None:
+        self._row, self._function = row, row.bound(values)
+
+    def values(self, step: Step) -> dict[str, torch.Tensor]:
+        """Return the number that the function returns. Raises ConfigError for anything else."""
+        value = self._function(self._run, step)
+        if not isinstance(value, int | float | torch.Tensor) or torch.as_tensor(value).numel() != 1:
+            raise ConfigError(f"{self._row} returns {value!r}, not a number or a scalar tensor")
+        return {f"own/{self._row.name}": torch.as_tensor(value).reshape(())}
+
+
+def own_metrics(values: Mapping[str, Any]) -> Iterator[Instrument]:
+    """Yield the metrics of run.code, made with values of own.*. Raises ConfigError."""
+    for row in (ROWS["metric", name] for name in METRICS):
+        if not isinstance(row.function, type):
+            yield OwnMetric(row, values)
+        elif issubclass(row.function, Instrument):
+            yield row.bound(values)()
+        else:
+            raise ConfigError(f"{row} is a class, but not of harness.run.instrument.Instrument")

@@ -127,7 +127,7 @@ def _read(
 def monitor_events(line: dict[str, Any]) -> list[tuple[str, float, int]]:
     """Return a metrics line as (name, value, samples) for the JSON's monitors."""
     names = ("loss", "grad_norm", "learning_rate", "tokens_per_s", "mfu", "eval_loss")
-    of_sources = [name for name in line if name.startswith(("loss/", "eval_loss/"))]
+    of_sources = [name for name in line if name.startswith(("loss/", "eval_loss/", "own/"))]
     shown = [name for name in (*names, *of_sources) if line.get(name) is not None]
     return [(f"train/{name}", line[name], line["samples"]) for name in shown]
 
