@@ -61,11 +61,9 @@ def figures(values: Values) -> list[Figure]:
     when = f"tick {turn.tick + 1} of {turns[-1].tick + 1}" if any(turn.work) else "after the passes"
     verdict, peak = estimate.verdict, f"peak {gib(estimate.worst.peak)}"
     by_stage = {
-        f"stage {n}: {count} layers": part.phase(part.peak_phase)
-        for n, (count, part) in enumerate(
-            zip(layers_per_stage(plan.stages), estimate.fullest, strict=True)
-        )
+        f"stage {n}": part.phase(part.peak_phase) for n, part in enumerate(estimate.fullest)
     }
+    layers = ", ".join(map(str, layers_per_stage(plan.stages)))
     return [
         numbers(
             ("Ranks", str(grid.world_size), f"{stages} x {grid.data} x {tensor}"),
@@ -83,7 +81,9 @@ def figures(values: Values) -> list[Figure]:
             [(series(stage), f"stage {stage}") for stage in range(stages)],
         ),
         plans.memory_bars(
-            "The fullest GPU of each stage at its peak", by_stage, estimate.device_bytes
+            f"The fullest GPU of each stage at its peak; layers: {layers}",
+            by_stage,
+            estimate.device_bytes,
         ),
         _groups(grid),
         Code("Train with these settings", plans.train_command(values, changes)),
