@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("optuna")
 
-from tests.real_runs import wait_for
+from tests.real_runs import REPOSITORY, wait_for
 from tests.sweeps.launched import STEPS, ended, start, write_sweep
 from tools.sweeps.cost import Record
 from tools.sweeps.ranking import best_of
@@ -93,7 +93,8 @@ def test_killed_sweep_finishes_the_same_trials(
     process.send_signal(signal.SIGINT)
     output = ended(process, code=75)
     assert "trials will save and end" in output
-    assert "the same command resumes: python tools/sweep.py disturbed.toml" in output
+    script = REPOSITORY / "tools" / "sweep.py"
+    assert f"the same command resumes: python {script} disturbed.toml" in output
     assert not any(rank.is_running() for rank in ranks)
 
     ended(start(disturbed))
