@@ -167,9 +167,13 @@ def decide_attention(draft: Draft) -> None:
 def ignored_documents(source: Draft | Plan) -> str:
     """Return the problem of a model that would attend across document boundaries."""
     kind = source.model_config["model_type"]
+    begin = f"model.name={source.config.model.name}: {kind} models ignore document boundaries, but "
+    if of_pairs := source.config.train.preferences:
+        apart = f"the sides of a pair (train.objective={of_pairs}) must not see each other"
+        return f"{begin}{apart}: use another model"
     return (
-        f"model.name={source.config.model.name}: {kind} models ignore document boundaries, but "
-        "tokens attend only within their document (data.document_mask, the default with prompts): "
+        f"{begin}tokens attend only within their document (data.document_mask, the default with "
+        "prompts): "
         "set data.batching=padded, which has one document in each window, "
         "data.document_mask=false, or use another model"
     )

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from harness.config.assignments import IMPLIED
 from harness.config.sections import NEXT_TOKEN, REFERENCE_FREE
 from harness.files.preferences import REJECTED
-from harness.layout.attention_table import IGNORING_DOCUMENTS
 from harness.plan.plan import Draft
 
 _DEFAULTS = {"data.document_mask": True, "data.too_long": "drop", "data.reservoir": 0}
@@ -22,11 +21,12 @@ def decide_preferences(draft: Draft) -> None:
                 why = f"but train.objective={NEXT_TOKEN} compares no pairs"
                 draft.problems.add(key, why, "set train.objective=dpo, or leave it out")
         return
-    defaults = {key: value for key, value in _DEFAULTS.items() if not config.is_set(key)}
-    draft.decide(defaults, IMPLIED)
-    for key, is_on, why, use in _obstacles(draft):
-        if is_on:
-            draft.problems.add(key, why, use)
+    problems = [(key, why, use) for key, is_on, why, use in _obstacles(draft) if is_on]
+    for problem in problems:
+        draft.problems.add(*problem)
+    if not problems:
+        defaults = {key: value for key, value in _DEFAULTS.items() if not config.is_set(key)}
+        draft.decide(defaults, IMPLIED)
     if train.objective not in REFERENCE_FREE and config.model.init_from is None:
         message = (
             f"train.objective={train.objective} compares with the initial weights, which are "
@@ -56,7 +56,8 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, bool, str, str]]:
     yield "data.document_mask", data.document_mask is False, whole, "leave it out"
     yield "data.packing", data.packing == "stream", whole, "leave it out"
     cut = f"{given}, and a cut pair would compare answers of unlike ends"
-    yield "data.too_long", data.too_long == "cut", cut, "use drop or refuse, and raise data.seq_len"
+    cuts = data.too_long == "cut" and config.is_set("data.too_long")
+    yield "data.too_long", cuts, cut, "use drop or refuse, and raise data.seq_len"
     prompt = f"{given}: the prompt that both sides share is not compared"
     yield "data.learn", data.learn == "all", prompt, "leave it out"
     unlike = f"{given}, whose loss is not of tokens"
@@ -71,7 +72,3 @@ def _obstacles(draft: Draft) -> Iterator[tuple[str, bool, str, str]]:
     margin = f"{given}, which has no margin"
     is_given = train.margin is not None and train.objective != "simpo"
     yield "train.margin", is_given, margin, "leave it out, or use simpo"
-    model_type = draft.model_config.get("model_type")
-    apart = f"{given}, and {config.model.name} reads no document boundaries"
-    is_blind = model_type in IGNORING_DOCUMENTS
-    yield "model.name", is_blind, apart, "use a model whose attention is confined to documents"

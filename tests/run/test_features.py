@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -406,3 +407,21 @@ def test_what_was_trained_begins_another_run(
     last = lines_of(whole)[FEATURES[name].steps]["eval_loss"]
     first = lines_of(RunFolder(tmp_path / "begun"))[0]["eval_loss"]
     assert first == pytest.approx(last, rel=1e-5)
+
+
+def test_a_reference_is_computed_once_and_again_if_lost(runs: Runs, tmp_path: Path) -> None:
+    """Another run reads it; a resume without it computes it from the initial weights."""
+    whole, (cache,) = runs.whole("preferences"), [*runs.folder.glob("data-preferences/cache")]
+    runs.train("preferences", "one", tmp_path / "other", "train.beta=0.5")
+    (found,) = events(RunFolder(tmp_path / "other"), "reference")
+    shutil.rmtree(Path(found["path"]))
+    resumed = runs.resumed("preferences", "one", tmp_path / "resumed")
+    *_, again = events(resumed, "reference")
+    assert [found["computed"], again["computed"]] == [False, True]
+    assert Path(again["path"]).parent == cache
+    keys = ("step", "loss", "eval_loss", "reward_margin")
+    ends = [
+        [line.get(key) for key in keys]
+        for line in (whole.read_metrics()[-1], resumed.read_metrics()[-1])
+    ]
+    assert ends[0] == ends[1]
