@@ -16,16 +16,7 @@ from harness.engine.deepspeed_0_19.internals import inner_optimizer
 from harness.engine.optimizers import BUILT_HERE
 from harness.engine.state import set_steps
 from harness.layout.optimizer_table import OPTIMIZERS
-from tests.engine.engines import (
-    TESTED,
-    WORLD,
-    cells,
-    engine_of,
-    folder,
-    gathered,
-    share_of,
-    written,
-)
+from tests.engine.engines import WORLD, cells, engine_of, folder, gathered, share_of, written
 from tests.engine.small import FAMILIES
 from tests.ranks import ranks
 from tests.tables import beside
@@ -129,6 +120,7 @@ REFERENCES: dict[str, Callable[[Tensors], Reference]] = {
 _VALUES = {"betas": list(BETAS), "eps": EPS, "momentum": MOMENTUM}
 SETTINGS = {name: {key: _VALUES[key] for key in row.takes} for name, row in OPTIMIZERS.items()}
 SETTINGS |= {"sgd": {}, "adam8bit": {}}
+TESTED = beside(__file__, "layouts.toml")["tested"]
 LAYOUTS, FUSED = TESTED["optimizers"], TESTED["fused"]
 # Of a mixture, whose experts' matrices are stacked, for Muon.
 EXPERTS = tuple(f"zero{n} mixture" for n in (0, 1, 3))
@@ -219,10 +211,10 @@ def test_own_optimizers_match_their_references(name: str) -> None:
     assert distance(weights, start) > 1e-3
 
 
-TRIPS = [
-    (name, trip) for name, trips in beside(__file__, "optimizers.toml").items() for trip in trips
-]
-RESUMES = [f"{name}: {trip}" for name, trip in TRIPS if name != "adam8bit" or EIGHT_BIT]
+TRIPS = beside(__file__, "optimizers.toml")
+if not EIGHT_BIT:
+    del TRIPS["adam8bit"]
+RESUMES = [f"{name}: {trip}" for name, trips in TRIPS.items() for trip in trips]
 
 
 def most_apart(name: str) -> float:

@@ -227,12 +227,10 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
         _around(ZeroEngine, "apply", before=started)
 
     def call(name: str) -> Callable[[Callable[[], None]], None]:
-        path, attribute, *when = name.split()
+        path, attribute, when = f"{name} before".split()[:3]
         owner = pkgutil.resolve_name(path)
         assert hasattr(owner, attribute), f"{owner} has no {attribute}"  # checked for every fault
-        return lambda act: _around(
-            owner, attribute, **{when[0] if when else "before": lambda *_: act()}
-        )
+        return lambda act: _around(owner, attribute, **{when: lambda *_: act()})
 
     return {
         **{place: call(name) for place, name in beside(__file__, "places.toml")["calls"].items()},

@@ -40,6 +40,7 @@ _NEWER_COLUMNS = ("family", "trained", "memory", "tensors")
 _SET = r"^[\w.]+( is |=)2( \(command line\))?[:,] (model\.name=\S+: )?"
 """The beginning of a reason, which is the same in all rows."""
 _TABLES = beside(__file__, "families.toml")
+_WORDS: list[str] = _TABLES["words"]
 _HELD_OUT_SAMPLES = 8  # eval.samples
 
 
@@ -83,11 +84,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the page of the rows, with the names of families without a row."""
     missing = [n for n in (*HYBRIDS, *NEWER) if n not in {row["family"] for row in rows}]
     rest = f"\nWithout a row, not run for this page: {', '.join(missing)}.\n" if missing else ""
-    page = _TABLES["head"] + "".join(
-        _line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS
-    )
+    page = [_line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS]
     newer = [_line(row, _NEWER_COLUMNS) for row in rows if row["family"] in NEWER]
-    return page + _TABLES["newer_head"] + "".join(newer) + rest
+    return "".join((_TABLES["head"], *page, _TABLES["newer_head"], *newer, rest))
 
 
 def kept_row(zygote: Zygote, family: str, folder: Path) -> dict[str, Any]:
@@ -133,12 +132,7 @@ class Runs:
         """Return "yes" if a run on two ranks succeeds, otherwise the reason."""
         logs = self._folder / f"{name}-logs"
         arguments = [
-            *(
-                *_TABLES["words"],
-                f"model.name={self._folder}",
-                f"run.dir={self._folder / name}",
-                *words,
-            ),
+            *(*_WORDS, f"model.name={self._folder}", f"run.dir={self._folder / name}", *words),
             *(f"ds.zero_optimization.stage={stage}", f"data.path={self._corpus}"),
             f"data.cache_dir={self._folder.parent / 'cache'}",
         ]
@@ -165,10 +159,8 @@ class Runs:
         return _compared(self._learned("resumed"), self._learned("whole"))
 
     def _learned(self, name: str) -> list[float]:
-        lines, names = (
-            RunFolder(self._folder / name).read_metrics(),
-            ("loss", "grad_norm", "eval_loss"),
-        )
+        lines = RunFolder(self._folder / name).read_metrics()
+        names = ("loss", "grad_norm", "eval_loss")
         return [line[name] for line in lines for name in names if line.get(name) is not None]
 
     def exported(self) -> str:

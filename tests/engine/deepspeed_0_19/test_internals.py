@@ -109,11 +109,9 @@ def private_reads(library: Path) -> list[str]:
             continue
         for line, owner, name in attributes(path):
             own = owner is not None and ast.unparse(owner) in ("self", "cls", "super()")
-            private = name.startswith("_") and not name.startswith("__")
-            private = private and name not in USED["of_torch"]
-            if name in NAMES - USED["ordinary"] or (
-                place.parts[0] == "engine" and private and not own
-            ):
+            private = name.startswith("_") and not name.startswith("__") and not own
+            outside = private and name not in USED["of_torch"] and place.parts[0] == "engine"
+            if outside or name in NAMES - USED["ordinary"]:
                 problems.append(f"{place}:{line}: {name}")
     return problems
 

@@ -71,10 +71,9 @@ class Cell:
 
 def _shipped() -> list[Cell]:
     names = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
-    lion = {
-        n: (_TABLES["parts"]["lion"],) for n in names if "offload" in n
-    }  # NVMe: only Adam steps
-    return [Cell(n, n, lion.get(n, ()), 4 if n == "3d" else 2) for n in names]
+    lion = (_TABLES["parts"]["lion"],)  # from NVMe, only Adam steps
+    ranks = {"3d": 4}
+    return [Cell(n, n, lion if "offload" in n else (), ranks.get(n, 2)) for n in names]
 
 
 def _with(feature: str, jsons: list[str], arguments: Sequence[str] = (), **how: Any) -> list[Cell]:
