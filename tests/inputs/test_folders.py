@@ -204,8 +204,8 @@ def _text(data: bytes, path: str = "corpus/7.txt") -> Callable[[], object]:
     return lambda: Path(path).write_bytes(data)
 
 
-_CHANGES = {"set": _set, "elsewhere": _elsewhere, "plant": _plant, "link": _link}
-_CHANGES["folder"] = lambda path: Path(path).mkdir
+_CHANGES: dict[str, Callable[..., Any]] = {"set": _set, "elsewhere": _elsewhere, "plant": _plant}
+_CHANGES |= {"link": _link, "folder": lambda path: Path(path).mkdir}
 # Changes of valid inputs: those that must be refused, and others.
 _REFUSED: list[tuple[str, Callable[[], object]]] = [
     *((use, _CHANGES[change](*words)) for use, change, *words in _TABLES["refused"]),

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from harness.launch.verbs import verbs
 from tests.real_runs import REPOSITORY
@@ -18,7 +19,7 @@ def test_every_verb_works_in_an_empty_folder(tmp_path: Path) -> None:
     ((name, entry),) = project["scripts"].items()
     assert name == project["name"]  # no other distribution installs it
     helps = {v: "train.py" if v == "train" else f"{name} {v}" for v in verbs()}
-    rows = [[f"{verb} --help", 0, f"usage: {prog}"] for verb, prog in helps.items()]
+    rows: list[Any] = [[f"{verb} --help", 0, f"usage: {prog}"] for verb, prog in helps.items()]
     rows += TABLES["refused_and_passed_on"]
     asked = json.dumps([words.split() for words, *_ in rows])
     lines = printed(TABLES["run"], entry, " ".join(HEAVY), asked, cwd=tmp_path).splitlines()
