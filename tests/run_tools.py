@@ -35,13 +35,11 @@ def run_tool(
     return subprocess.CompletedProcess([str(script), *words], ended, out, err)
 
 
-def printed(code: str, *arguments: str, cwd: Path = REPOSITORY) -> str:
-    """Return the output of `python -c code arguments`, which must end with 0."""
-    return subprocess.run(
-        [sys.executable, "-c", code, *arguments],
-        cwd=cwd,
-        env=environment(PYTHONPATH=str(REPOSITORY)),
-        capture_output=True,
-        text=True,
-        check=True,
-    ).stdout
+def printed(code: str, *arguments: str, cwd: Path = REPOSITORY, **variables: str | None) -> str:
+    """Return the output of `python -c code arguments`, which must end with 0; `variables` change
+    its environment, None removes one.
+    """
+    env = environment(**{"PYTHONPATH": str(REPOSITORY), **variables})
+    command = [sys.executable, "-c", code, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=True)
+    return done.stdout

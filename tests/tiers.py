@@ -17,7 +17,7 @@ def rest_in_gate(gate: str, cases: Iterable[Any], keep: int | Collection[Any] = 
         case
         if case in kept
         else pytest.param(
-            *(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.gate(gate)
+            *(case if isinstance(case, tuple | list) else (case,)), marks=pytest.mark.gate(gate)
         )
         for case in cases
     ]

@@ -22,7 +22,8 @@ from harness.plan.weights import has_checkpoints
 from tests.checkpoint.small import manifest, put, save, weights
 from tests.tables import beside
 
-DAMAGED = beside(__file__, "damaged.toml")["rows"]
+TABLES = beside(__file__, "damaged.toml")
+DAMAGED = TABLES["rows"]
 
 
 def test_newest_checkpoint_loads_as_saved(tmp_path: Path) -> None:
@@ -209,17 +210,9 @@ NO_INDICES = (DEEP, b"[]", b"7", b'{"w": 7}', b'{"w": {}}', b'{"w": {"shape": "x
 IDS = torch.arange(4).view(1, 4)
 NO_BATCHES = (
     *(b"", b"no tensors at all", DEEP),
-    to_safetensors({"input_ids": IDS}),
-    to_safetensors({"input_ids": IDS, "labels": IDS.float()}),
-    to_safetensors({"input_ids": IDS, "labels": torch.arange(5).view(1, 5)}),
-    to_safetensors({"input_ids": torch.arange(4), "labels": torch.arange(1, 5)}),
-    to_safetensors({"input_ids": 9 * IDS, "labels": IDS.clone()}),
     to_safetensors({"input_ids": IDS[:0], "labels": IDS[:0].clone()}),
-    to_safetensors({"input_ids": IDS, "labels": IDS - 1}),
-    to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "position_ids": IDS + 1}),
-    to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "goes_on": IDS.clone()}),
-    to_safetensors({"input_ids": IDS, "labels": IDS.clone(), "goes_on": IDS[:, 0] + 2}),
     to_safetensors({"input_ids": IDS, "labels": IDS.clone()})[:-8],
+    *(to_safetensors({n: torch.tensor(v) for n, v in row.items()}) for row in TABLES["batches"]),
 )
 
 

@@ -184,22 +184,13 @@ def test_export_folder_appears_atomically(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == [folder]
 
 
-WRITES = """
-import sys, time
-from pathlib import Path
-from harness.checkpoint.export import replacing
-
-with replacing(Path(sys.argv[1])) as unfinished:
-    (unfinished / "config.json").write_text("half of it")
-    print("writing", flush=True)
-    time.sleep(1000)
-"""
+SCRIPTS = beside(__file__, "export_scripts.toml")
 
 
 @contextlib.contextmanager
 def writing(folder: Path) -> Iterator[subprocess.Popen[str]]:
     """Yield a process that is writing an export to `folder`; kill it with -9 at the end."""
-    command = [sys.executable, "-c", WRITES, str(folder)]
+    command = [sys.executable, "-c", SCRIPTS["writes"], str(folder)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=REPOSITORY) as process:
         try:
             assert process.stdout.readline() == "writing\n"
@@ -247,38 +238,6 @@ def test_export_replaces_no_file_of_the_user(place: str, problem: str, tmp_path:
     assert (tmp_path / "thesis.tex").read_text() == "mine"
 
 
-MEASURE = """
-import json, re, sys
-from pathlib import Path
-import torch
-from harness.checkpoint.export import write_model
-from harness.checkpoint.reader import Reader
-from harness.checkpoint.index import Entry, Index, to_index
-from harness.checkpoint.tensor_file import TensorWriter
-from harness.layout.box import Part
-from harness.models.skeleton import hf_config, skeleton
-
-def held(kind):  # getrusage's peak would begin with that of the process that started this one
-    text = Path("/proc/self/status").read_text()
-    return 1024 * int(re.search(rf"{kind}:\\s+(\\d+) kB", text)[1])
-
-folder, shard_bytes, config = Path(sys.argv[1]), int(sys.argv[2]), json.loads(sys.argv[3])
-torch.set_num_threads(1)
-for size in (64, config["hidden_size"]):  # the small one brings in all that is imported
-    model = skeleton(hf_config({**config, "hidden_size": size}), torch.bfloat16)
-    entries = [
-        Entry(name, Part.of(p.shape), 0, p.numel(), ("weight",), f"{size}")
-        for name, p in model.named_parameters()
-    ]
-    meta = {e.key("weight"): torch.empty(e.numel, device="meta") for e in entries}
-    TensorWriter(folder / f"{size}", meta)  # zeros, without a block on disk
-    (folder / f"out-{size}").mkdir()
-    Path("/proc/self/clear_refs").write_text("5")  # the peak so far is forgotten (man proc)
-    now = held("VmRSS")
-    reader = Reader(folder, Index(to_index(entries)))
-    write_model(folder / f"out-{size}", model, reader, shard_bytes)
-print(held("VmHWM") - now, sum(f.stat().st_size for f in (folder / f"out-{size}").iterdir()))
-"""
 LARGE = {
     "llama": {"intermediate_size": 4096, "num_hidden_layers": 8},
     # All experts of a layer are one tensor of 67 MB and one of half that size.
@@ -292,7 +251,7 @@ def test_export_memory_stays_below_a_third_more_than_a_shard(kind: str, tmp_path
     """For more than 300 MB of bf16 weights, exported from fp32."""
     shard_bytes, sizes = 64 * 10**6, {"hidden_size": 1024, "vocab_size": 16384, **LARGE[kind]}
     config = json.dumps({**MODEL, "model_type": kind, "num_attention_heads": 8, **sizes})
-    command = [sys.executable, "-c", MEASURE, str(tmp_path), str(shard_bytes), config]
+    command = [sys.executable, "-c", SCRIPTS["measure"], str(tmp_path), str(shard_bytes), config]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     peak, total = map(int, done.stdout.split())

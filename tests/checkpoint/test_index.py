@@ -64,9 +64,7 @@ def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
             _, entries = write_fragments(folder, rank, [own] if own else [])
             indices.append(to_index(entries))
             rank += 1
-    # As read from a file.
-    index: dict[str, Any] = json.loads(json.dumps(merged(indices)))
-    return index
+    return json.loads(json.dumps(merged(indices)))  # as read from a file
 
 
 @pytest.mark.parametrize("after", CUTS)
@@ -95,13 +93,9 @@ def test_sharded_parameter_is_read_in_another_dtype(tmp_path: Path) -> None:
 
 
 def test_an_index_without_cuts_is_as_it_was(tmp_path: Path) -> None:
-    assert written(tmp_path, CUTS["whole"]) == {
-        "w": {
-            "shape": [12, 10],
-            "kinds": ["weight", "exp_avg"],
-            "at": [[0, 60, "rank-00000-000.safetensors"], [60, 60, "rank-00001-000.safetensors"]],
-        }
-    }
+    pieces = [[0, 60, "rank-00000-000.safetensors"], [60, 60, "rank-00001-000.safetensors"]]
+    about = {"shape": [12, 10], "kinds": ["weight", "exp_avg"], "at": pieces}
+    assert written(tmp_path, CUTS["whole"]) == {"w": about}
 
 
 def test_a_cut_is_written_once_for_all_its_pieces(tmp_path: Path) -> None:
@@ -111,13 +105,8 @@ def test_a_cut_is_written_once_for_all_its_pieces(tmp_path: Path) -> None:
 
 
 def of_one_rank(rank: int, part: Part, kind: str = "weight") -> dict[str, Any]:
-    return {
-        "w": {
-            "shape": part.whole,
-            "kinds": (kind,),
-            "at": [(0, 8, f"rank-{rank:05d}-000.safetensors")],
-        }
-    }
+    pieces = [(0, 8, f"rank-{rank:05d}-000.safetensors")]
+    return {"w": {"shape": part.whole, "kinds": (kind,), "at": pieces}}
 
 
 def test_two_ranks_that_save_the_same_elements_are_refused() -> None:
@@ -158,10 +147,8 @@ def test_a_damaged_part_is_refused(tmp_path: Path, key: str, value: object, prob
 
 def save_divided(folder: Path) -> Path:
     """Write a checkpoint of two ranks, each with half of the columns."""
-    parts = by_columns(2)
-    return save_of_ranks(
-        folder, 2, [Fragment("w", part, 0, {"weight": own_values(part)}) for part in parts]
-    )
+    parts = [Fragment("w", part, 0, {"weight": own_values(part)}) for part in by_columns(2)]
+    return save_of_ranks(folder, 2, parts)
 
 
 def test_a_checkpoint_with_parts_is_read_to_the_last_bit(tmp_path: Path) -> None:

@@ -55,14 +55,7 @@ def test_precision_model_and_data_may_not_change(key: str) -> None:
         assert problem.startswith(f"{key} is 'other'")
 
 
-@pytest.mark.parametrize(
-    ("sections", "problems"),
-    [
-        ({"data": {"seq_len": 256}}, ["data.seq_len is 256"]),
-        ({"optim": {"name": "lion"}}, ["optim.name is 'lion'"]),
-        ({"optim": {"lr": 1e-5}, "train": {"seed": 7}}, []),
-    ],
-)
+@pytest.mark.parametrize(("sections", "problems"), CHANGES["branches"])
 def test_branch_keeps_length_and_optimizer(sections: dict[str, Any], problems: list[str]) -> None:
     found = branch_problems(record(), record(**sections), [])
     assert [problem.partition(",")[0] for problem in found] == problems

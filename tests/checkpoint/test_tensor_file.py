@@ -14,16 +14,7 @@ from harness.checkpoint.index import Index, to_index
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.save import Saved, Saver
 from harness.checkpoint.store import Retention, Store
-from harness.checkpoint.tensor_file import (
-    STAGING,
-    Fragment,
-    HostCopies,
-    Staging,
-    TensorReader,
-    header,
-    pinned_bytes,
-    write_fragments,
-)
+from harness.checkpoint.tensor_file import Fragment, Staging, TensorReader, write_fragments
 from harness.errors import Unusable
 from harness.layout.box import Part
 from tests.checkpoint.small import PROBE, fragments, manifest, save, weights
@@ -183,7 +174,7 @@ def test_what_is_on_the_host_takes_no_buffer(tmp_path: Path) -> None:
     reader = TensorReader(path)
     name = next(iter(reader._stored))
     reader.read(name, 0, torch.empty(reader.shape(name), dtype=torch.float64).view(-1))
-    assert STAGING._halves == []
+    assert tensor_file.STAGING._halves == []
 
 
 @pytest.mark.parametrize("is_remote", [True, False])
@@ -194,7 +185,7 @@ def test_copies_follow_no_live_memory_and_wait_only_for_a_device(
     monkeypatch.setattr(tensor_file, "is_remote", lambda tensor: is_remote)
     live = {kind: torch.arange(n).to(dtype) for kind, n in (("weight", 3), ("exp_avg", 5))}
     expected = {kind: tensor.clone() for kind, tensor in live.items()}
-    (copy,) = HostCopies().of([Fragment("w", Part.of((5,)), 0, live)])
+    (copy,) = tensor_file.HostCopies().of([Fragment("w", Part.of((5,)), 0, live)])
     for kind, tensor in live.items():
         tensor += 1
         assert torch.equal(copy.tensors[kind], expected[kind])
@@ -202,7 +193,7 @@ def test_copies_follow_no_live_memory_and_wait_only_for_a_device(
 
 
 def test_all_copies_of_a_save_wait_once_in_a_buffer_that_is_kept(device: Device) -> None:
-    copies = HostCopies()
+    copies = tensor_file.HostCopies()
     for seed in (0, 1):
         live = fragments(seed)
         made = copies.of(live)
@@ -243,9 +234,9 @@ def test_unpinnable_host_memory_falls_back_to_pageable(monkeypatch: pytest.Monke
         return empty(*args, **kwargs)
 
     monkeypatch.setattr(torch, "empty", refuse)
-    assert pinned_bytes(5).shape == (5,)
+    assert tensor_file.pinned_bytes(5).shape == (5,)
 
 
 def test_wide_elements_come_first_so_that_all_are_aligned() -> None:
     tensors = {"a": torch.empty(3, dtype=torch.bfloat16), "b": torch.empty(2), "c": torch.empty(1)}
-    assert header(tensors)[1] == {"b": 0, "c": 8, "a": 12}
+    assert tensor_file.header(tensors)[1] == {"b": 0, "c": 8, "a": 12}

@@ -21,13 +21,12 @@ from harness.plan.plan import Plan
 from tests.engine.small import MODEL, SEQ_LEN, run_config
 from tests.models.small import built
 from tests.ranks import after_calls
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 
 WORLD = World.from_environ()
 STAGES = (0, 1, 2, 3)
 SGD = {"name": "sgd", "lr": 1.0, "weight_decay": 0.0}
-
-
 cells = functools.partial(rest_in_gate, "engine")
 _open: list[Any] = []
 
@@ -47,10 +46,8 @@ def different(
 ) -> list[str]:
     """Return the names of weights that are missing, unexpected or not bit-equal."""
     own = dict(weights)  # collective
-    missing = own.keys() ^ expected.keys()
-    return sorted(
-        missing | {n for n in own.keys() - missing if not torch.equal(own[n], expected[n])}
-    )
+    lost = own.keys() ^ expected.keys()
+    return sorted(lost | {n for n in own.keys() - lost if not torch.equal(own[n], expected[n])})
 
 
 @functools.cache
@@ -85,24 +82,8 @@ def plan_of(config: dict[str, Any], ds: dict[str, Any], world: World = WORLD) ->
         return make_plan(RunConfig.model_validate(config), ds, world)
 
 
-_OF_ZERO: dict[str, dict[str, Any]] = {
-    "offload": {"offload_optimizer": {"device": "cpu"}},
-    "offload_all": {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}},
-    "hpz": {"zero_hpz_partition_size": 2},
-    "persistent": {"stage3_param_persistence_threshold": 100_000},  # small weights stay whole
-}
-_KEYS: dict[str, dict[str, Any]] = {
-    "bf16": {"bf16": {"enabled": True}},
-    "fp32_sums": {"data_types": {"grad_accum_dtype": "fp32"}},  # with bf16: BF16_Optimizer
-    "fp16": {"fp16": {"enabled": True, "loss_scale": 64}},
-    "dynamic_fp16": {"fp16": {"enabled": True}},
-    "fused": {"optimizer": {"params": {"fused": True}}},  # as on GPUs
-    "pipeline2": {"pipeline": {"stages": 2}},
-    "tensor2": {"tensor_parallel": {"autotp_size": 2}},
-    "whole_tensor2": {"tensor_parallel": {"autotp_size": 2, "sequence_parallel": False}},
-    "sequence2": {"sequence_parallel_size": 2},
-    "experts2": {"expert_parallel": {"enabled": True, "autoep_size": 2}},
-}
+_TABLES = beside(__file__, "layouts.toml")
+TESTED: dict[str, list[str]] = _TABLES["tested"]
 
 
 def layout(words: str, **json_keys: Any) -> dict[str, Any]:
@@ -113,10 +94,8 @@ def layout(words: str, **json_keys: Any) -> dict[str, Any]:
         zero["stage3_param_persistence_threshold"] = 0
     ds: dict[str, Any] = {"zero_optimization": zero}
     for word in others:
-        if word in _OF_ZERO:
-            zero |= _OF_ZERO[word]
-        else:
-            ds |= _KEYS[word]
+        zero |= _TABLES["zero"].get(word, {})
+        ds |= {} if word in _TABLES["zero"] else _TABLES["keys"][word]
     return {**ds, **json_keys}
 
 
@@ -158,10 +137,9 @@ def fp16(words: str = "zero1", **knobs: float) -> dict[str, Any]:
 
 def all_batches(step: int = 0) -> list[Batch]:
     """Return the four micro-batches of two samples that all ranks together train on."""
-    generator = torch.Generator().manual_seed(step)
-    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=generator)
-    rows = ids.split(2)
-    return [Batch(r[:, :-1].contiguous(), r[:, 1:].clone(), None) for r in rows]
+    draw = torch.Generator().manual_seed(step)
+    ids = torch.randint(0, 24, (8, SEQ_LEN + 1), generator=draw)
+    return [Batch(r[:, :-1].contiguous(), r[:, 1:].clone(), None) for r in ids.split(2)]
 
 
 def share_of(engine: Any, step: int = 0) -> tuple[list[Batch], int]:

@@ -8,6 +8,7 @@ from tests.tables import beside
 EAGER = {"bloom", "gpt_oss", "mamba", "rwkv"}  # without sdpa
 _TABLES = beside(__file__, "small.toml", with_parts=True)
 MODEL: dict[str, Any] = _TABLES["llama"]
+LARGER, DBRX = _TABLES["larger"], _TABLES["dbrx"]
 SEQ_LEN: int = MODEL["max_position_embeddings"]
 VOCAB_SIZE: int = MODEL["vocab_size"]
 FAMILIES, MIXTURES, BIASED = (

@@ -18,6 +18,7 @@ from tests.engine.engines import cells, engine_of, gathered, losses, share_of, w
 from tests.engine.small import MIXTURES, MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.models.small import built
 from tests.ranks import ranks
+from tests.tables import beside
 
 RANK, ALPHA, STEPS, LR = 4, 6.0, 4, 3e-3
 LORA = {"rank": RANK, "alpha": ALPHA}
@@ -25,32 +26,9 @@ ALL = ["down_proj", "gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_pro
 SHAPE = Shape.from_hf(MODEL)
 ADAPTERS = {tensor.name: tensor.numel for tensor in Adapters(RANK).tensors(SHAPE)}
 QUANTIZED = importlib.util.find_spec("bitsandbytes") is not None
-OF_BASE = (
-    *("zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero3 offload_all"),
-    *("zero1 sequence2", "zero1 bf16", "zero3 bf16"),
-)
-OF_4_BITS = ("zero0", "zero1", "zero2", "zero2 offload", "zero1 sequence2", "zero1 bf16")
-LAYOUTS = [*OF_BASE, *(f"{layout} nf4" for layout in OF_4_BITS if QUANTIZED)]
-WHOLE, TWO = ["embed_tokens", "lm_head"], ["q_proj", "v_proj"]
-# By variant: a layout, settings of the adapters in the run config and in peft, and, for weights in
-# 4 bits, settings of bitsandbytes.
-VARIANTS: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, Any] | None]] = {
-    "rslora": ("zero3", {"rslora": True}, {"use_rslora": True}, None),
-    "dora": ("zero2", {"dora": True}, {"use_dora": True}, None),
-    # Trained directly, as new tokens require.
-    "whole": ("zero3", {"modules_to_save": WHOLE}, {"modules_to_save": WHOLE}, None),
-    "targets full": ("zero3", {"targets": TWO}, {"target_modules": TWO}, None),
-}
-if QUANTIZED:
-    fp4 = {"quantize": "fp4", "double_quantize": False}
-    VARIANTS |= {
-        "fp4": ("zero2", fp4, {}, {"kind": "fp4", "doubles": False}),
-        "nf4 targets": ("zero2", {"targets": TWO}, {"target_modules": TWO}, {}),
-        "nf4 dora": ("zero2", {"dora": True}, {"use_dora": True}, {}),
-        "nf4 full": ("zero2", {}, {}, {}),
-        "nf4 selective": ("zero2", {}, {}, {}),
-    }
-
+TABLES = beside(__file__, "adapters.toml")
+LAYOUTS = [*TABLES["layouts"], *(TABLES["layouts_4_bits"] if QUANTIZED else ())]
+VARIANTS = {n: row for n, row in TABLES["variants"].items() if QUANTIZED or "bits" not in row}
 Trained = tuple[list[float], dict[str, torch.Tensor]]
 """The losses of a plain loop, and the trained weights."""
 
@@ -112,15 +90,10 @@ def opened(base: str, bits: dict[str, Any] | None) -> Any:
 
 def quantized_by_transformers(base: object, kind: str = "nf4", doubles: bool = True) -> Any:
     """Return the model as others open it: linear layers in 4 bits, the head unchanged."""
-    quantization = BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=kind,
-        bnb_4bit_use_double_quant=doubles,
-        bnb_4bit_compute_dtype=torch.float32,
-    )
-    return AutoModelForCausalLM.from_pretrained(
-        base, dtype=torch.float32, quantization_config=quantization
-    ).train()
+    how = {"quant_type": kind, "use_double_quant": doubles, "compute_dtype": torch.float32}
+    bits = BitsAndBytesConfig(load_in_4bit=True, **{f"bnb_4bit_{k}": v for k, v in how.items()})
+    how = {"dtype": torch.float32, "quantization_config": bits}
+    return AutoModelForCausalLM.from_pretrained(base, **how).train()
 
 
 @pytest.fixture(scope="module")
@@ -161,9 +134,8 @@ def scales_of(parameter: Any) -> list[torch.Tensor]:
 
 def estimated_bytes(engine: Any) -> int:
     """Return the estimate of the bytes that `bytes_of` counts."""
-    inputs = memory_inputs(engine.plan)
+    states = model_states(memory_inputs(engine.plan), engine.share.data_rank)
     counted = ("parameters", "master", "moments")
-    states = model_states(inputs, engine.share.data_rank)
     return sum(part.bytes for part in states if part.component in counted)
 
 
@@ -193,20 +165,18 @@ def test_adapters_train_as_peft_does(layout: str, base: str, by_peft: dict[bool,
 
 @pytest.fixture
 def variant_by_peft(variant: str, base: str) -> Trained:
-    _, _, settings, bits = VARIANTS[variant]
-    return train_by_peft(opened(base, bits), **settings)
+    row = VARIANTS[variant]
+    return train_by_peft(opened(base, row.get("bits")), **row.get("peft", {}))
 
 
 @pytest.mark.parametrize("variant", cells(VARIANTS, ("dora", "whole", "fp4")))
 @ranks(2)
 def test_lora_variants_equal_peft(variant: str, base: str, variant_by_peft: Trained) -> None:
     """bitsandbytes repacks weights at an evaluation, which must not end their gradients."""
-    layout, settings, _, bits = VARIANTS[variant]
-    lora = {**LORA, **({} if bits is None else {"quantize": "nf4"}), **settings}
-    checkpointing = variant.split()[-1]
-    if checkpointing not in ("full", "selective"):
-        checkpointing = "none"
-    engine = adapted(layout, base, lora, checkpointing=checkpointing)
+    row, last = VARIANTS[variant], variant.split()[-1]
+    lora = {**LORA, **({"quantize": "nf4"} if "bits" in row else {}), **row.get("lora", {})}
+    checkpointing = last if last in ("full", "selective") else "none"
+    engine = adapted(row["ds"], base, lora, checkpointing=checkpointing)
     for expected in variant_by_peft[0]:
         assert losses(engine, 1) == pytest.approx([expected], rel=2e-6)
         engine.eval_batch(share_of(engine)[0])
@@ -238,10 +208,7 @@ def test_a_run_resumes_from_its_adapters_alone(layout: str, base: str) -> None:
     assert losses(first, 2) == losses(second, 2)
 
 
-FROZEN = ("zero0", "zero1", "zero2", "zero3", "zero2 offload", "zero1 bf16")
-
-
-@pytest.mark.parametrize("layout", cells(FROZEN, ("zero3",)))
+@pytest.mark.parametrize("layout", cells(TABLES["frozen"], ("zero3",)))
 @ranks(2)
 def test_frozen_parameters_stay_and_adapters_train_as_plain_loop(layout: str) -> None:
     model = built(MODEL)
@@ -251,8 +218,7 @@ def test_frozen_parameters_stay_and_adapters_train_as_plain_loop(layout: str) ->
     expected = plain_losses(model)
     assert expected[-1] < expected[0] - 0.02
 
-    rules = [{"pattern": "embed|layers.1.", "frozen": True}]
-    engine = engine_of(layout, optim={"groups": rules})
+    engine = engine_of(layout, optim={"groups": [{"pattern": "embed|layers.1.", "frozen": True}]})
     before = dict(engine.masters())
     rel = 2e-3 if layout.endswith("bf16") else 2e-6
     assert losses(engine, STEPS) == pytest.approx(expected, rel=rel)

@@ -34,6 +34,9 @@ from tests.engine.small import BIASED, CONFIGS, MODEL
 from tests.ranks import ranks
 from tests.run_tools import printed
 from tests.shipped import DS_CONFIGS
+from tests.tables import beside
+
+TABLES = beside(__file__, "build.toml")
 
 
 @ranks(2)
@@ -52,13 +55,10 @@ def test_zero_3_build_holds_one_full_layer_at_most() -> None:
 
     with mock.patch.object(single_stage, "materialize", watched):
         engine = engine_of("zero3")
-    parameters = list(engine.module.parameters())
-    own = sum(parameter.ds_tensor.numel() for parameter in parameters)
-    total = sum(parameter.ds_numel for parameter in parameters)
-    largest = max(
-        sum(parameter.numel() for _, _, _, parameter in piece.parameters())
-        for piece in units(skeleton(hf_config(MODEL), torch.float32))
-    )
+    own = sum(parameter.ds_tensor.numel() for parameter in engine.module.parameters())
+    total = sum(parameter.ds_numel for parameter in engine.module.parameters())
+    pieces = units(skeleton(hf_config(MODEL), torch.float32))
+    largest = max(sum(parameter.numel() for *_, parameter in p.parameters()) for p in pieces)
     assert max(elements[::2]) == largest < total / 3
     assert max(elements[1::2]) == 0
     assert own == pytest.approx(total / 2, rel=0.01)
@@ -123,15 +123,7 @@ def test_weight_loading_bar_is_shown_by_rank_0_only(rank: int) -> None:
     assert _Model.shows is (rank == 0)
 
 
-@pytest.mark.parametrize(
-    ("family", "data", "is_refused"),
-    [
-        ("opt", {}, True),
-        ("opt", {"document_mask": False}, False),
-        ("opt", {"batching": "padded"}, False),
-        ("llama", {}, False),
-    ],
-)
+@pytest.mark.parametrize(("family", "data", "is_refused"), TABLES["document_masks"])
 def test_document_mask_is_required_where_boundaries_matter(
     family: str, data: dict[str, Any], is_refused: bool, tmp_path: Path
 ) -> None:
@@ -155,22 +147,12 @@ def test_document_mask_is_required_where_boundaries_matter(
 
 @ranks(2)
 def test_without_a_compiler_offload_names_the_package_to_install() -> None:
-    with (
-        mock.patch.dict(os.environ, CXX="/nonexistent/c++"),
-        pytest.raises(ConfigError, match=r"apt install g\+\+"),
-    ):
+    refused = pytest.raises(ConfigError, match=r"apt install g\+\+")
+    with mock.patch.dict(os.environ, CXX="/nonexistent/c++"), refused:
         engine_of("zero2 offload")
 
 
-@pytest.mark.parametrize(
-    ("name", "keys", "optim"),
-    [
-        ("zero1", {}, {}),
-        ("zero3", {"steps_per_print": 5}, {"name": "lion"}),
-        ("zero1", {"pipeline": {"stages": 2}}, {"clip_value": 1.0}),
-        ("fp16", {"scheduler": {"type": "WarmupLR"}}, {}),
-    ],
-)
+@pytest.mark.parametrize(("name", "keys", "optim"), TABLES["jsons"])
 @ranks(2)
 def test_the_engine_changes_nothing_of_the_plans_json(
     name: str, keys: dict[str, Any], optim: dict[str, Any]
@@ -189,15 +171,7 @@ def test_the_engine_changes_nothing_of_the_plans_json(
     assert [json.loads(text) for text in received] == [engine.plan.to_json()["deepspeed"]]
 
 
-@pytest.mark.parametrize(
-    ("word", "said"),
-    [
-        ("model.overrides.hidden_act=silu_", "silu_"),
-        ("model.overrides.initializer_range=-1.0", "smaller or equal to 1.0, got -1.0"),
-        ("model.overrides.mlp_bias=3", "mlp_bias"),
-        ("model.overrides.eos_token_id='x'", "eos_token_id"),
-    ],
-)
+@pytest.mark.parametrize(("word", "said"), TABLES["unbuildable"])
 def test_what_transformers_cannot_build_is_one_report(word: str, said: str) -> None:
     plan = plan_from(parse_command([word]), {"DS_ACCELERATOR": "cpu"})
     with pytest.raises(ConfigError) as caught:
@@ -220,28 +194,24 @@ def test_tf32_use_is_an_event(
     assert printed(code).startswith(f"fp32 matrix products run in {precision}")
 
 
-def by_rows(
-    name: str, shape: tuple[int, ...], place: int, places: int
-) -> dict[int, tuple[Range, ...]]:
-    return {0: share_of(shape[0], place, places)} if name == "cut" else {}
-
-
-class Halves(nn.Module):
-    """A matrix whose rows are divided over ranks, and a norm on both."""
-
-    def __init__(self, share: Share) -> None:
-        super().__init__()
-        part = share.part("cut", (4, 2))
-        self.cut, self.norm = nn.Parameter(torch.ones(part.shape)), nn.Parameter(torch.ones(3))
-        self.cut.part = part  # type: ignore[attr-defined]
-        note_copies(self, share)
+def halves(share: Share) -> nn.Module:
+    """Return a matrix whose rows are divided over ranks, and a norm on both."""
+    module, part = nn.Module(), share.part("cut", (4, 2))
+    module.cut, module.norm = (nn.Parameter(torch.ones(shape)) for shape in (part.shape, 3))
+    module.cut.part = part  # type: ignore[attr-defined]
+    note_copies(module, share)
+    return module
 
 
 def test_shards_are_told_from_whole_parameters_and_their_copies() -> None:
     """The first rank saves what both have; squares of all ranks add up to those of the whole."""
+
+    def by_rows(name: str, shape: Any, place: int, places: int) -> dict[int, tuple[Range, ...]]:
+        return {0: share_of(shape[0], place, places)} if name == "cut" else {}
+
     grid, squares = Grid(2, tensor=2), 0.0
     for rank in range(2):
-        module = Halves(Share(grid, rank, {"tensor": by_rows}))
+        module = halves(Share(grid, rank, {"tensor": by_rows}))
         assert part_of(module.norm) == Part.of((3,))
         assert part_of(module.cut).ranges[0] == ((2 * rank, 2 * rank + 2),)
         assert [is_copy(module.cut), is_copy(module.norm)] == [False, rank == 1]

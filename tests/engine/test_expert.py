@@ -16,6 +16,7 @@ from transformers.models.dbrx import modeling_dbrx
 from harness.layout.expert import FAMILIES
 from harness.models.skeleton import hf_config
 from tests.engine.engines import (
+    TESTED,
     WORLD,
     cells,
     different,
@@ -25,18 +26,12 @@ from tests.engine.engines import (
     share_of,
     written,
 )
-from tests.engine.small import EAGER, MIXTURES, SEQ_LEN, VOCAB_SIZE
+from tests.engine.small import DBRX, EAGER, MIXTURES
 from tests.ranks import ranks
 
 MIXTRAL = "mixtral"
 Gradients = dict[str, torch.Tensor]
-
-
-EXPERTS = "zero1 experts2"
-WAYS = (
-    *("zero2 experts2", "zero3 experts2", "zero3 experts2, recomputed"),
-    *("zero2 experts2 offload", "zero3 experts2 offload"),
-)
+EXPERTS, WAYS = "zero1 experts2", TESTED["expert_ways"]
 CLIPPED = [*(f"zero{n} experts2" for n in (1, 2, 3)), f"{EXPERTS} bf16 fp32_sums"]
 
 
@@ -109,12 +104,6 @@ def test_a_rank_that_gets_no_token_keeps_nobody_waiting() -> None:
             engine.apply(1e-3)
         assert engine.expert_tokens()[:, 2:].sum() == 0  # the last experts
         engine.close()
-
-
-DBRX = {"model_type": "dbrx", "vocab_size": VOCAB_SIZE, "d_model": 32, "n_heads": 4, "n_layers": 2}
-DBRX |= {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8, "rope_theta": 10000.0}}
-DBRX |= {"ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 1}}
-DBRX |= {"max_seq_len": SEQ_LEN, "tie_word_embeddings": False, "output_router_logits": False}
 
 
 class ListOfExperts(nn.Module):

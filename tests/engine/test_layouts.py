@@ -19,7 +19,7 @@ from harness.models.loss import PLAIN
 from harness.models.token_losses import Vocabulary
 from tests.engine.engines import (
     SGD,
-    STAGES,
+    TESTED,
     WORLD,
     all_batches,
     cells,
@@ -36,11 +36,6 @@ from tests.engine.small import MIXTURES, MODEL, SEQ_LEN, VOCAB_SIZE
 from tests.ranks import ranks
 from tests.shipped import DS_CONFIGS, fewest_ranks
 
-DRAWN = (
-    *("zero0", "zero1", "zero3"),
-    *(f"zero{n} tensor2" for n in STAGES),
-    *(f"zero{n} experts2" for n in (1, 2, 3)),
-)
 # zero3_nvme needs a library that may be missing: tests/plan/test_swap_space.py.
 SHIPPED = sorted(
     path.stem
@@ -54,7 +49,7 @@ def mixture() -> dict[str, Any]:
     return {"model": {"name": written("mixtral", MIXTURES["mixtral"])}}
 
 
-@pytest.mark.parametrize("layout", DRAWN)
+@pytest.mark.parametrize("layout", TESTED["drawn"])
 @ranks(2)
 def test_ranks_start_from_the_weights_that_one_process_draws(layout: str) -> None:
     """Each rank has half of what an axis divides and, without ZeRO 3, all other parameters."""
@@ -75,10 +70,7 @@ def test_ranks_start_from_the_weights_that_one_process_draws(layout: str) -> Non
     assert all(2 * p.part.shape[0] == p.part.whole[0] for p in experts if "experts2" in layout)
 
 
-CLIPPED = (*(f"zero{n}" for n in STAGES), "zero0 pipeline2", "zero1 pipeline2")
-
-
-@pytest.mark.parametrize("layout", CLIPPED)
+@pytest.mark.parametrize("layout", TESTED["clipped"])
 @ranks(2)
 def test_value_clipping_clamps_elements_and_reports_prior_norm(layout: str) -> None:
     """One SGD step with rate 1 moves every weight by its clamped gradient."""
@@ -169,10 +161,7 @@ def test_undivided_model_masks_padding_as_the_sharded_one(layout: str) -> None:
         assert (norm == pytest.approx(own, rel=1e-4)) == is_same
 
 
-DIVIDED = ("zero1 tensor2", "zero3 sequence2", "zero1 experts2", "zero1 pipeline2")
-
-
-@pytest.mark.parametrize("layout", DIVIDED)
+@pytest.mark.parametrize("layout", TESTED["divided"])
 @ranks(2)
 def test_logits_evaluation_and_losses_are_the_undivided_models(layout: str) -> None:
     """The lengths of prompts differ from those of training rows."""
@@ -242,8 +231,7 @@ def test_tensor_ranks_draw_dropout_per_head_and_share_the_rest() -> None:
     after = torch.rand(4)
     layers = 3
     assert len(kept) == 2 * layers  # each is recomputed, the last one first
-    again = kept[layers:][::-1]
-    assert all(torch.equal(a, b) for a, b in zip(kept, again, strict=False))
+    assert all(map(torch.equal, kept, kept[layers:][::-1]))
     assert not torch.equal(kept[0], kept[1])
     assert kept[0].shape[1] == 2  # of four heads
     masks, other_masks = gathered([int(mask.sum()) for mask in kept[:layers]])

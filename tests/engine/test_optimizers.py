@@ -19,6 +19,7 @@ from harness.layout.optimizer_table import OPTIMIZERS
 from tests.engine.engines import WORLD, cells, engine_of, folder, gathered, share_of, written
 from tests.engine.small import FAMILIES
 from tests.ranks import ranks
+from tests.tables import beside
 
 EIGHT_BIT = importlib.util.find_spec("bitsandbytes") is not None
 
@@ -87,12 +88,9 @@ def muon(weights: Tensors) -> Reference:
     """Return torch.optim.Muon for the layers' matrices, AdamW for the rest."""
     settings = dict(zip(weights, groups(weights), strict=True))
     by_muon = {n: matrices(weights[n]) for n in weights if "layers" in n and weights[n].ndim > 1}
+    of_layers = [{**settings[n], "params": parts} for n, parts in by_muon.items()]
     optimizers = [
-        torch.optim.Muon(
-            [{**settings[n], "params": parts} for n, parts in by_muon.items()],
-            momentum=MOMENTUM,
-            adjust_lr_fn="match_rms_adamw",
-        ),
+        torch.optim.Muon(of_layers, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW([settings[n] for n in weights if n not in by_muon], betas=BETAS, eps=EPS),
     ]
 
@@ -122,29 +120,17 @@ REFERENCES: dict[str, Callable[[Tensors], Reference]] = {
 _VALUES = {"betas": list(BETAS), "eps": EPS, "momentum": MOMENTUM}
 SETTINGS = {name: {key: _VALUES[key] for key in row.takes} for name, row in OPTIMIZERS.items()}
 SETTINGS |= {"sgd": {}, "adam8bit": {}}
-LAYOUTS = (
-    *("zero0", "zero1", "zero2", "zero2 offload", "zero3", "zero3 offload"),
-    *(f"zero{n} bf16 fp32_sums" for n in (1, 2, 3)),
-    *("zero0 pipeline2", "zero1 pipeline2", "zero1 bf16 fp32_sums pipeline2"),
-)
-# Its CPU kernel rounds differently.
-FUSED = tuple(
-    f"{layout} fused"
-    for layout in ("zero0", "zero2", "zero3", "zero1 bf16 fp32_sums", "zero1 pipeline2")
-)
+TESTED = beside(__file__, "layouts.toml")["tested"]
+LAYOUTS, FUSED = TESTED["optimizers"], TESTED["fused"]
 # Of a mixture, whose experts' matrices are stacked, for Muon.
 EXPERTS = tuple(f"zero{n} mixture" for n in (0, 1, 3))
 
 
 def layouts_of(name: str) -> list[str]:
-    if name == "adafactor":
-        return ["zero0", "zero0 pipeline2"]
-    if name == "muon":
-        return [*LAYOUTS, *FUSED, *EXPERTS]
-    if name == "lion":
-        return [*LAYOUTS]
-    fused = {"adamw": FUSED, "adam": ("zero0 fused", "zero3 fused")}
-    return ["zero0", "zero2 offload", "zero3", *fused.get(name, ())]
+    usual, fused = ["zero0", "zero2 offload", "zero3"], ["zero0 fused", "zero3 fused"]
+    many = {"muon": [*LAYOUTS, *FUSED, *EXPERTS], "lion": LAYOUTS, "adamw": [*usual, *FUSED]}
+    few = {"adam": [*usual, *fused], "adafactor": ["zero0", "zero0 pipeline2"]}
+    return (many | few).get(name, usual)
 
 
 def engine_with(name: str, layout: str, **more: Any) -> Any:
@@ -225,20 +211,10 @@ def test_own_optimizers_match_their_references(name: str) -> None:
     assert distance(weights, start) > 1e-3
 
 
-TRIPS = ["zero1 > zero1", "zero3 > zero3", "zero1 > zero3", "zero3 > zero2 offload"]
-RESUMED = {
-    "adamw": [
-        "zero1 bf16 fp32_sums fused > zero1 bf16 fp32_sums fused",
-        "zero3 fused > zero0 fused",
-    ],
-    "adafactor": ["zero0 > zero0"],
-    "adagrad": TRIPS[:3],
-    "lion": TRIPS,
-    "momentum": TRIPS[:3],
-    "muon": TRIPS,
-    **({"adam8bit": TRIPS[:3]} if EIGHT_BIT else {}),
-}
-RESUMES = [f"{name}: {trip}" for name, trips in RESUMED.items() for trip in trips]
+TRIPS = beside(__file__, "optimizers.toml")
+if not EIGHT_BIT:
+    del TRIPS["adam8bit"]
+RESUMES = [f"{name}: {trip}" for name, trips in TRIPS.items() for trip in trips]
 
 
 def most_apart(name: str) -> float:

@@ -13,6 +13,7 @@ from harness.errors import ConfigError
 from harness.models import initialize
 from tests.engine.engines import (
     SGD,
+    TESTED,
     WORLD,
     all_batches,
     cells,
@@ -33,10 +34,6 @@ from tests.ranks import ranks
 
 REFUSED = {"rwkv"}
 STAGES = "zero1 pipeline2"
-LAYOUTS = (
-    *("zero0", "zero1", "zero0 bf16", "zero1 bf16"),  # zero0 bf16 runs as stage 1
-    *("zero1 bf16 fp32_sums", "zero1 fp16"),
-)
 
 
 @ranks(2)
@@ -65,7 +62,7 @@ def test_stages_start_from_the_weights_that_one_process_draws() -> None:
     assert sum(gathered(described["elements_held"])) == whole
 
 
-@pytest.mark.parametrize("layout", cells(LAYOUTS, ("zero0", "zero1 bf16")))
+@pytest.mark.parametrize("layout", cells(TESTED["groups_of_stages"], ("zero0", "zero1 bf16")))
 @ranks(2)
 def test_parameter_groups_of_one_stage_alone_change_nothing(layout: str) -> None:
     """With a rule of `optim.groups` for the head, losses and norms equal those without stages."""
@@ -212,10 +209,8 @@ def test_deepspeed_puts_no_uneven_parts_together() -> None:
 @ranks(4)
 def test_pipeline_grad_norm_counts_every_parameter_once(zero: int) -> None:
     """A tied weight is on both stages, norms are on both ranks of one."""
-    tied = model_with(tie_word_embeddings=True)
-    engine = engine_of(
-        f"zero{zero} pipeline2 tensor2", model=tied, optim={**SGD, "clip_norm": 0.05}
-    )
+    sections = {"model": model_with(tie_word_embeddings=True), "optim": {**SGD, "clip_norm": 0.05}}
+    engine = engine_of(f"zero{zero} pipeline2 tensor2", **sections)
     before = dict(engine.masters())
     engine.accumulate(*share_of(engine))
     true_norm = float(torch.stack([g.norm() for _, g in engine.gradients()]).norm())

@@ -13,107 +13,42 @@ import pytest
 from harness.engine import processes
 from harness.layout.world import World
 from tests.real_runs import REPOSITORY, environment, run_ranks
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 
-# Local rank 3 of 8, where srun shows each task only its own GPU. No GPU is needed to see which one
-# NCCL would be bound to.
-SEES_ONE_GPU = """
-import torch
-torch.cuda.device_count = torch.accelerator.device_count = lambda: 1
-torch.accelerator.current_accelerator = lambda *_, **__: torch.device("cuda")
-current = []
-torch.cuda.set_device = current.append
-
-def init_process_group(backend, device_id=None, **_):
-    raise SystemExit(f"current {current}, bound to {device_id}")
-
-torch.distributed.init_process_group = init_process_group
-from harness.engine.processes import join
-from harness.layout.world import World
-join(World(rank=3, world_size=8, local_rank=3, local_world_size=8, launcher="slurm",
-           accelerator="cuda", gpu="NVIDIA H100 80GB HBM3"))
-"""
-PATIENCE = """
-import sys
-import torch
-from harness.engine.importing import importing
-with importing():
-    from deepspeed import comm
-from harness.engine.processes import join, leave
-from harness.layout.world import World
-join(World.from_environ(), float(sys.argv[1]))
-assert "mlflow" not in sys.modules  # DeepSpeed's autotuner imports it
-cpu, first, second = torch.device("cpu"), torch.distributed.group.WORLD, comm.new_group([0])
-print(*(int(group._get_backend(cpu).options._timeout.total_seconds()) for group in (first, second)))
-leave()
-"""
-
-SHARES = """
-import ctypes
-from harness.engine.processes import join, leave, share_cores
-from harness.layout.world import World
-world = World.from_environ()
-join(world)
-print(share_cores(world), ctypes.CDLL("libgomp.so.1").omp_get_max_threads())
-leave()
-"""
+SCRIPTS, TABLES = beside(__file__, "scripts.toml"), beside(__file__, "processes.toml")
 
 
-@pytest.mark.parametrize(
-    ("cores", "threads"),
-    [
-        ([("a", {*range(16)})] * 4, [4] * 4),  # deepspeed: all ranks may use all cores
-        ([("a", {0, 1, 2, 3}), ("a", {4, 5, 6, 7})], [4, 4]),  # srun --cpu-bind=cores
-        ([("a", {0, 1, 2, 3}), ("b", {0, 1, 2, 3})], [4, 4]),  # one rank on each of two nodes
-        ([("a", {*range(8)})] * 2 + [("a", {*range(8, 16)})] * 2, [4] * 4),  # bound to sockets
-        ([("a", {0})] * 3, [1] * 3),
-    ],
-)
+def span(text: str) -> set[int]:
+    first, last = map(int, text.split("-"))
+    return {*range(first, last + 1)}
+
+
+@pytest.mark.parametrize(("cores", "threads"), TABLES["cores"])
 def test_cpu_cores_are_divided_among_ranks_that_share_them(
-    cores: list[tuple[str, set[int]]], threads: list[int]
+    cores: list[tuple[str, str]], threads: list[int]
 ) -> None:
-    assert processes.threads_for(cores) == threads
+    assert processes.threads_for([(host, span(own)) for host, own in cores]) == threads
 
 
 @pytest.mark.parametrize("variable", rest_in_gate("engine", ["1", None], 0))
 def test_openmp_threads_are_the_rank_share_of_cores(variable: str | None, tmp_path: Path) -> None:
     """torchrun and accelerate set 1; DeepSpeed's CPU Adam runs in torch's OpenMP."""
     env = {"PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": variable}
-    done = run_ranks([sys.executable, "-c", SHARES], tmp_path, ranks=1, env=env).succeeded()
+    command = [sys.executable, "-c", SCRIPTS["shares"]]
+    done = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
     threads = str(len(os.sched_getaffinity(0)))
     assert done.output.split()[-2:] == [threads, threads]
 
 
-RAISES = 'RuntimeError("{}") #'
-SAME_GPU = "JoinRefused: NCCL finds several ranks of"
-
-
 @pytest.mark.gate("engine")
-@pytest.mark.parametrize(
-    ("raised", "last"),
-    [
-        ("SystemExit", ["current [0], bound to cuda:0"]),
-        (
-            RAISES.format("Duplicate GPU detected : rank 0 and rank 1 both on CUDA device 19000"),
-            [SAME_GPU, "or set HARNESS_SHARE_GPU=1 to rehearse"],
-        ),
-        (
-            RAISES.format("Multiple Ranks are using the same GPU. NCCL_MULTI_RANK_GPU_ENABLE=1"),
-            [SAME_GPU, "or set HARNESS_SHARE_GPU=1 to rehearse"],
-        ),
-    ],
-)
+@pytest.mark.parametrize(("raised", "last"), TABLES["refused"])
 def test_a_rank_is_bound_to_the_gpu_it_sees_or_told_the_way_out(
     raised: str, last: list[str]
 ) -> None:
-    done = subprocess.run(
-        [sys.executable, "-c", SEES_ONE_GPU.replace("SystemExit", raised)],
-        cwd=REPOSITORY,
-        env=environment(DS_ACCELERATOR="cuda", MASTER_ADDR="127.0.0.1", MASTER_PORT="1"),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", SCRIPTS["sees_one_gpu"].replace("SystemExit", raised)]
+    env = environment(DS_ACCELERATOR="cuda", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
+    done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)
     assert all(text in done.stderr.splitlines()[-1] for text in last), done.stderr
 
 
@@ -123,7 +58,7 @@ def test_a_rank_is_bound_to_the_gpu_it_sees_or_told_the_way_out(
 def test_every_group_waits_longer_than_the_watchdog(
     hang_first_s: int, patience_s: int, tmp_path: Path
 ) -> None:
-    command = [sys.executable, "-c", PATIENCE, str(hang_first_s)]
+    command = [sys.executable, "-c", SCRIPTS["patience"], str(hang_first_s)]
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
     assert ended.output.splitlines()[-1] == f"{patience_s} {patience_s}"
@@ -175,24 +110,12 @@ def test_a_ninja_of_another_environment_is_found(
     assert os.environ["PATH"] == f"{tmp_path / 'bin'}:/usr/bin:/bin"
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "host"),
-    [("gpu[07-09,12],cpu1", "gpu07"), ("node1,node2", "node1"), ("a-b.c", "a-b.c"), ("", "")],
-)
+@pytest.mark.parametrize(("nodelist", "host"), TABLES["first_hosts"])
 def test_master_address_is_first_host_of_slurm_nodelist(nodelist: str, host: str) -> None:
     assert processes.first_host(nodelist) == host
 
 
-@pytest.mark.parametrize(
-    ("nodelist", "srun", "address"),
-    [
-        ("localhost,elsewhere", "10.0.0.9", "localhost"),
-        ("no-such-host.invalid", "10.0.0.9", "10.0.0.9"),
-        ("no-such-host.invalid", None, None),
-        (None, "10.0.0.9", "10.0.0.9"),
-        (None, None, None),
-    ],
-)
+@pytest.mark.parametrize(("nodelist", "srun", "address"), TABLES["addresses"])
 def test_rank_0_is_reached_by_its_hosts_name_where_that_is_known(
     nodelist: str | None, srun: str | None, address: str | None
 ) -> None:

@@ -15,23 +15,15 @@ from harness.run.evaluation import by_context
 from harness.run.meter import WeightChange
 from harness.steps import Step
 from tests.engine.engines import all_batches, cells, engine_of, share_of, written
-from tests.engine.small import MODEL, SEQ_LEN, VOCAB_SIZE
+from tests.engine.small import MODEL, SEQ_LEN
 from tests.models.small import built
 from tests.ranks import ranks
+from tests.tables import beside
 
 BUCKETS, FIRST = 5, 7  # buckets that do not divide the length; tokens of the first document
 DOCUMENTS = torch.cat([torch.arange(FIRST), torch.arange(SEQ_LEN - FIRST)])
 SHARP = {**MODEL, "initializer_range": 0.3}  # attention that is far from uniform
-# By case: a layout, and settings of the model.
-LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = {
-    **{layout: (layout, {}) for layout in ("zero0", "zero1", "zero3")},
-    "pipeline": ("zero1 pipeline2", {}),
-    "tensor": ("zero1 tensor2", {}),
-    "documents": ("zero1", {}),
-    "varlen": ("zero3", {"attention": "varlen"}),
-    "eager": ("zero1", {"attention": "eager"}),
-    "chunked": ("zero3", {"loss_chunk": 24}),
-}
+LAYOUTS: dict[str, tuple[str, dict[str, Any]]] = beside(__file__, "seeing.toml")
 
 
 def step(number: int) -> Step:
@@ -52,25 +44,19 @@ def direct(documents: bool) -> tuple[list[list[float]], list[list[float]]]:
     """Return each layer's attention and each bucket's loss, by plain eager transformers."""
     ids, labels = tokens()
     place = torch.arange(SEQ_LEN)
-    seen = place <= place[:, None]
-    positions = place
+    seen, positions = place <= place[:, None], place
     if documents:
         seen &= (place >= FIRST) == (place >= FIRST)[:, None]
         positions = torch.where(place < FIRST, place, place - FIRST)
         labels[:, FIRST - 1] = -100
     mask = torch.zeros(SEQ_LEN, SEQ_LEN).masked_fill(~seen, torch.finfo(torch.float32).min)
+    inputs = {"input_ids": ids, "position_ids": positions.expand_as(ids)}
+    inputs |= {"attention_mask": mask.expand(8, 1, -1, -1)}
     with torch.no_grad():
-        outputs = plain_model()(
-            input_ids=ids,
-            position_ids=positions.expand_as(ids),
-            attention_mask=mask.expand(8, 1, -1, -1),
-            output_attentions=True,
-            use_cache=False,
-        )
+        outputs = plain_model()(**inputs, output_attentions=True, use_cache=False)
     layers = [mean_of_layer(weights[::2].double(), seen) for weights in outputs.attentions]
-    losses = functional.cross_entropy(
-        outputs.logits.view(-1, VOCAB_SIZE), labels.flatten(), reduction="none"
-    ).view_as(labels)
+    logits = outputs.logits.transpose(1, 2)
+    losses = functional.cross_entropy(logits, labels, reduction="none")
     counted, bucket = labels != -100, (positions * BUCKETS // SEQ_LEN).expand_as(labels)
     of_bucket = [counted & (bucket == number) for number in range(BUCKETS)]
     return layers, [[float(losses[own].sum()), float(own.sum())] for own in of_bucket]

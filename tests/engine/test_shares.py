@@ -17,7 +17,7 @@ from harness.engine import build, reading
 from harness.models.skeleton import hf_config
 from harness.models.units import units
 from tests.engine.engines import WORLD, different, engine_of, folder, gathered
-from tests.engine.small import CONFIGS, MODEL
+from tests.engine.small import CONFIGS, LARGER, MODEL
 from tests.gates.hold import rise
 from tests.ranks import ranks
 
@@ -115,20 +115,13 @@ def test_initial_weights_are_loaded_bit_exactly_by_four_ranks(layout: str, name:
 
 
 BUILT = ("zero1 tensor2", "zero3 tensor2", "zero1 pipeline2 tensor2")
-_LARGER = {  # its layers are large compared with everything else
-    **MODEL,
-    "vocab_size": 512,
-    "hidden_size": 128,
-    "intermediate_size": 256,
-    "num_hidden_layers": 6,
-}
 
 
 @functools.cache
 def larger() -> tuple[Path, int]:
     """Return the folder of a larger model, and the bytes of its largest piece. Collective."""
     path = folder() / "larger"
-    model = AutoModelForCausalLM.from_config(hf_config(_LARGER))
+    model = AutoModelForCausalLM.from_config(hf_config(LARGER))
     if WORLD.rank == 0:
         model.save_pretrained(path)
     dist.barrier()
@@ -141,13 +134,10 @@ def check_peak(layout: str, way: str) -> None:
     mapped = (path / "model.safetensors").stat().st_size
     model = {"name": str(path), **({"init_from": str(path)} if way == "given" else {})}
     peaks: list[int] = []
-    with (
-        mock.patch.object(dist, "broadcast", _let_go(dist.broadcast)),
-        mock.patch.object(
-            build, "build_single_stage", _measured(build.build_single_stage, peaks, mapped)
-        ),
-        mock.patch.object(build, "build_stage", _measured(build.build_stage, peaks, mapped)),
-    ):
+    builders = ("build_single_stage", "build_stage")
+    measured = {name: _measured(getattr(build, name), peaks, mapped) for name in builders}
+    let_go = mock.patch.object(dist, "broadcast", _let_go(dist.broadcast))
+    with let_go, mock.patch.multiple(build, **measured):
         engine = engine_of(layout, model=model)
     share = 4 * engine.describe()["elements_held"]
     whole = sum(p.nbytes for p in engine.module.parameters() if p.ndim == 1)  # norms

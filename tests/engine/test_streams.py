@@ -9,6 +9,7 @@ import torch
 
 from tests.engine.engines import cells, engine_of, layout, share_of
 from tests.ranks import ranks
+from tests.tables import beside
 
 
 def zero(words: str, **keys: Any) -> dict[str, Any]:
@@ -18,29 +19,9 @@ def zero(words: str, **keys: Any) -> dict[str, Any]:
     return ds
 
 
-PINNED = {"device": "cpu", "pin_memory": True}
-LION = {"optim": {"name": "lion"}}  # uses torch operations, which the simulator sees
-CLIPPED = {"optim": {"name": "lion", "clip_value": 1e-3}}
-CASES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "zero1": (zero("zero1"), {}),
-    "zero2": (zero("zero2", overlap_comm=True), {}),
-    "zero3": (zero("zero3"), {}),
-    "zero3 clipped": (zero("zero3"), CLIPPED),
-    "offload1": (zero("zero1", offload_optimizer=PINNED), LION),
-    "offload2": (zero("zero2", offload_optimizer=PINNED, overlap_comm=False), LION),
-    "offload2 clipped": (zero("zero2", offload_optimizer=PINNED, overlap_comm=False), CLIPPED),
-}
+_TABLES = beside(__file__, "streams.toml")
+CASES, OVERTAKES = _TABLES["cases"], _TABLES["overtakes"]
 _IN_PLACE = "harness/engine/deepspeed_0_19/between_steps.py"  # of DeepSpeed's own code
-_OF_FRAGMENTS = "deepspeed/runtime/zero/stage_1_and_2.py -> harness/engine/fragments.py"
-_OF_WEIGHTS = "deepspeed/runtime/zero/stage3.py -> deepspeed/runtime/zero/partition_parameters.py"
-# Layouts in which only our wait keeps the order: the wait, and the race without it.
-OVERTAKES = {
-    "zero2": ("settle_gradients", f"{_IN_PLACE} -> harness/engine/fragments.py"),
-    "zero3": ("gather_after_writing", _OF_WEIGHTS),
-    "offload1": ("settle_gradients", _OF_FRAGMENTS),
-    "offload2": ("settle_gradients", _OF_FRAGMENTS),
-    "offload2 clipped": ("settle_gradients", _OF_FRAGMENTS),
-}
 
 
 def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
@@ -48,7 +29,7 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
     from tests.gates.streams.device import Timeline
     from tests.gates.streams.simulated import simulated  # imports DeepSpeed
 
-    ds, sections = CASES[name]
+    words, keys, sections = CASES[name]
     judged: list[bool] = []
 
     def must_skip(share: torch.Tensor, norm: torch.Tensor) -> bool:
@@ -58,17 +39,17 @@ def seen(name: str, synchronizes: bool = True) -> dict[str, Any]:
     with simulated() as device, contextlib.ExitStack() as stack:
         if not synchronizes:
             stack.enter_context(mock.patch.object(Timeline, "synchronize"))
-        engine = engine_of(ds, **sections)
+        engine = engine_of(zero(words, **keys), **sections)
         for number in range(4):
             device.timeline.waits.clear()
             engine.train_batch(*share_of(engine, number), 1e-3, must_skip)
             if number == 1:
                 engine.eval_batch(share_of(engine)[0])
                 engine.refresh_weights()
-        waits = [place for _, place, _ in device.timeline.waits]
-        races, reuses = dict(device.memory.races), dict(device.memory.reuses)
+        waits, memory = [place for _, place, _ in device.timeline.waits], device.memory
+        facts = {"races": dict(memory.races), "reuses": dict(memory.reuses), "waits": waits}
         engine.close()
-    return {"races": races, "reuses": reuses, "waits": waits}
+    return facts
 
 
 @pytest.mark.parametrize("name", cells(CASES, ("zero3 clipped",)))

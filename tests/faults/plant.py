@@ -12,6 +12,7 @@ import contextlib
 import functools
 import itertools
 import os
+import pkgutil
 import signal
 import subprocess
 import threading
@@ -29,6 +30,7 @@ from harness.run.run import Run
 from harness.runfolder import RunFolder
 from harness.steps import Step
 from tests.real_runs import fill
+from tests.tables import beside
 from tools.acceptance.plant import take_scaled_step
 
 _PLANTED = contextlib.ExitStack()
@@ -97,29 +99,23 @@ class _Halves:
 
 def _do(fault: dict[str, Any]) -> None:
     match fault["do"]:
-        case "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
         case "full":
             path = Path(fault["file"])
             path.rename(path.with_name(f"{path.name}.whole"))
             path.symlink_to("/dev/full")  # as if the disk had filled up with the last line
         case "differ":
-            _export_differs()
+            from harness.run import exporting
+
+            exporting._loss = lambda *_: 1000.0
         case "hours":
             RunFolder.gpu_hours = property(lambda _: 50.0)  # type: ignore[method-assign, assignment]
         case "starve":
             threading.Thread._bootstrap = _cannot_begin  # type: ignore[attr-defined]
         case "raise":
             raise RuntimeError("a planted failure of one rank")
-        case "hup":
-            os.kill(os.getpid(), signal.SIGHUP)
-        case "int":
-            os.kill(os.getpid(), signal.SIGINT)
-        case "term" | "usr1":
-            for _ in range(2):
-                os.kill(os.getpid(), getattr(signal, f"SIG{fault['do'].upper()}"))
-        case "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        case "hup" | "int" | "term" | "usr1" | "stop" | "kill" as name:
+            for _ in range(1 + (name in ("term", "usr1"))):
+                os.kill(os.getpid(), getattr(signal, f"SIG{name.upper()}"))
         case "skip":
             raise _Skip
         case "sleep":
@@ -130,12 +126,6 @@ def _do(fault: dict[str, Any]) -> None:
             os.truncate(fault["file"], os.path.getsize(fault["file"]) // 2)  # noqa: PTH202
         case "readonly":
             subprocess.run(["mount", "-o", "remount,ro", fault["mount"]], check=True)
-
-
-def _export_differs() -> None:
-    from harness.run import exporting
-
-    exporting._loss = lambda *_: 1000.0
 
 
 def _cannot_begin(_: threading.Thread) -> None:
@@ -178,13 +168,8 @@ def _around(owner: Any, name: str, before: Any = None, after: Any = None) -> Non
 
 
 def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
-    from harness.checkpoint import save, store, tensor_file
-    from harness.data import batches
-    from harness.engine import build
+    from harness.checkpoint import save, store
     from harness.engine.zero import ZeroEngine
-    from harness.run import build as run_build
-    from harness.run import finish, reporting, saving
-    from harness.runfolder import RunFolder
 
     def inside_a_file(act: Callable[[], None]) -> None:
         original = Path.open
@@ -241,41 +226,21 @@ def _places() -> dict[str, Callable[[Callable[[], None]], None]]:
 
         _around(ZeroEngine, "apply", before=started)
 
-    def call(owner: Any, name: str, when: str = "before") -> Callable[[Callable[[], None]], None]:
-        assert hasattr(owner, name), f"{owner} has no {name}"  # checked for every fault
-
-        def place(act: Callable[[], None]) -> None:
-            _around(owner, name, **{when: lambda *_: act()})
-
-        return place
+    def call(name: str) -> Callable[[Callable[[], None]], None]:
+        path, attribute, when = f"{name} before".split()[:3]
+        owner = pkgutil.resolve_name(path)
+        assert hasattr(owner, attribute), f"{owner} has no {attribute}"  # checked for every fault
+        return lambda act: _around(owner, attribute, **{when: lambda *_: act()})
 
     return {
-        "before the data": call(run_build, "build_data"),
-        "before joining": call(run_build, "join"),
-        "before the engine": call(build, "build_engine"),
-        "before the folder": call(run_build, "open_folder"),
-        "before the plan": call(RunFolder, "write_plan"),
-        "keeping the tokenizer": call(run_build, "replacing"),
-        "within the tokenizer": call(run_build, "save_tokenizer", "after"),
-        "a line of metrics": call(RunFolder, "append_metrics"),
-        "recording a save": call(saving, "_record"),
-        "after the folder": call(store.Store, "make_unfinished", "after"),
-        "after the room was checked": call(save.Saver, "_make_room", "after"),
+        **{place: call(name) for place, name in beside(__file__, "places.toml")["calls"].items()},
         "inside a file": inside_a_file,
-        "after a file": call(tensor_file, "_write_safetensors", "after"),
         "before the manifest": manifest,
         "before the rename": fsync(1),
         "after the rename": fsync(2),
         "before the pointer": fsync(3),
-        "before retention": call(store.Store, "retain"),
         "during retention": removing,
         "any moment": any_moment,
-        "in a step": call(ZeroEngine, "apply"),
-        "in an evaluation": call(reporting, "evaluate_by_position"),
-        "before a save": call(saving, "probe_batch"),
-        "exporting": call(finish, "export"),
-        "comparing replicas": call(saving, "check_replicas"),
-        "reading a step's batches": call(batches, "share_of_rank"),
     }
 
 
@@ -293,12 +258,10 @@ def spoil(spoils: dict[str, Any]) -> None:
 
     def spoiled(run: Run, step: Step) -> Any:
         last = run.plan.world.rank == run.plan.world.world_size - 1
-        factor = (
-            float(spoils.get("loss", {}).get(str(step.reads.first_sample), 1.0)) if last else 1.0
-        )
+        factor = spoils.get("loss", {}).get(str(step.reads.first_sample), 1.0) if last else 1.0
         if next(steps) == spoils.get("nan") and last:
             factor = float("nan")
-        result = take_scaled_step(run, step, take_step, factor)
+        result = take_scaled_step(run, step, take_step, float(factor))
         if last and step.number == spoils.get("flip"):
             weights = {replica.name: replica.tensor for replica in run.engine.replicated()}
             weights |= {name: weight for name, weight, _ in run.engine.tied()}

@@ -16,57 +16,15 @@ from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.faults.conftest import arguments
 from tests.real_runs import SHARED_MEMORY
+from tests.tables import beside
 
-# (JSON, ranks): the number of ranks, ZeRO stage, offload and pipeline split all change.
-LAYOUTS = [
-    *(("zero0", 2), ("zero1", 1), ("zero1", 2), ("zero1", 4), ("zero2", 2), ("zero3", 2)),
-    *(("zero3", 4), ("zero2_offload", 2), ("zero3_offload", 2), ("pipeline2", 2)),
-    *(("pipeline2", 4), ("pipeline4", 4)),
-]
+TABLES = beside(__file__, "soak.toml")
+KINDS: dict[str, int] = TABLES["kinds"]
+PLACES: dict[str, int] = TABLES["places"]
+STARTS: dict[str, str] = TABLES["starts"]
 REFERENCE = "zero1 x2"
 REPEATED = 0.25
-# A skipped step would change the curve, so the first one ends the attempt. Rate and epsilon keep
-# rounding small: with 3e-3 and 1e-8, Adam turns it into steps, and layouts are 1e-3 apart after 100
-# steps; with these, 1e-7 after 200.
-WORDS = (
-    *("optim.lr=1e-3", "optim.eps=1e-6"),
-    *("optim.schedule=constant", "model.dropout=0.0", "ds.bf16.enabled=false"),
-    *("model.overrides.num_hidden_layers=4", "guard.max_bad_steps=1"),
-)
-PLACES = {  # how often a place is reached between two saves, at most
-    "in a step": 5,
-    "in an evaluation": 2,
-    "before a save": 2,
-    "inside a file": 3,
-    "after a file": 3,
-    "before the manifest": 2,
-    "before the rename": 2,
-    "after the rename": 2,
-    "before the pointer": 2,
-    "before retention": 2,
-    "recording a save": 2,
-    "a line of metrics": 4,
-    "any moment": 1500,  # milliseconds
-}
-ON_EVERY_RANK = ("in a step", "in an evaluation", "inside a file", "after a file", "any moment")
-STARTS = {  # -> on which ranks; a run that ended there took no step
-    **dict.fromkeys(("before the data", "before joining", "before the engine"), "any"),
-    **dict.fromkeys(("before the folder", "before the plan"), "first"),
-}
 HANGS = ("guard.hang_floor_s=6", "guard.hang_factor=10", "guard.hang_first_s=60")
-KINDS = {  # how often each is drawn
-    "kill": 8,
-    "term": 3,
-    "usr1": 2,
-    "hup": 2,
-    "int": 1,
-    "starting": 2,
-    "raise": 2,
-    "full disk": 3,
-    "damage": 4,
-    "nan": 3,
-    "hang": 1,
-}
 DAMAGES: dict[str, Callable[[bytes], bytes | None]] = {
     "a flipped bit": lambda data: (
         data[: len(data) // 2] + bytes([data[len(data) // 2] ^ 1]) + data[len(data) // 2 + 1 :]
@@ -99,13 +57,9 @@ class Attempt:
         """The exit codes that each rank may have."""
         if self.fault.get("do") == "kill":
             return [{-9} if rank == self.fault["rank"] else {1} for rank in range(self.ranks)]
-        codes: dict[str, set[int | None]] = {
-            "raise": {1, 74},  # 74 if raised within a save
-            "full disk": {74},
-            "nan": {76},
-            "hang": {78},
-        }
-        return [codes.get(self.kind, {75})] * self.ranks
+        of_kind: dict[str, set[int | None]] = {"full disk": {74}, "nan": {76}, "hang": {78}}
+        of_kind["raise"] = {1, 74}  # 74 if raised within a save
+        return [of_kind.get(self.kind, {75})] * self.ranks
 
 
 def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
@@ -113,7 +67,7 @@ def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
     draw = random.Random(f"{seed}:{number}")
     # Sometimes the layout of the previous attempt, as after most real interruptions.
     whose = number - (draw.random() < REPEATED)
-    json_name, ranks = random.Random(f"{seed}:{whose}:layout").choice(LAYOUTS)
+    json_name, ranks = random.Random(f"{seed}:{whose}:layout").choice(TABLES["layouts"])
     kinds = {kind: often for kind, often in KINDS.items() if disk or kind != "full disk"}
     (kind,) = draw.choices(list(kinds), list(kinds.values()))
     place = draw.choice(list(PLACES))
@@ -121,7 +75,7 @@ def drawn(seed: int, number: int, disk: Path | None) -> Attempt:
         place = "in a step"
     rank = draw.randrange(ranks)
     fault: dict[str, Any] = {"at": place, "nth": draw.randint(1, PLACES[place]), "do": kind}
-    fault["rank"] = rank if place in ON_EVERY_RANK else 0
+    fault["rank"] = rank if place in TABLES["on_every_rank"] else 0
     damage = None
     if kind == "damage":
         fault["do"], damage = "kill", draw.choice(list(DAMAGES))
@@ -202,7 +156,7 @@ class Story:
     ) -> Outcome:
         """Start the run in a layout."""
         json_name, ranks = layout.split(" x")
-        every = arguments(run.path, self.data, *WORDS, *words, ds=json_name)
+        every = arguments(run.path, self.data, *TABLES["words"], *words, ds=json_name)
         return self.zygote.run(every, self.folder / "logs" / name, fault, int(ranks), limit_s)
 
     def close(self) -> None:

@@ -5,7 +5,10 @@ import pytest
 from harness.runfolder import RunFolder
 from tests.faults.conftest import SAVE_EVERY, Trial, arguments, executed
 from tests.real_runs import events
+from tests.tables import beside
 from tests.tiers import rest_in_gate
+
+PLACES = beside(__file__, "places.toml")
 
 
 def test_every_fault_location_exists() -> None:
@@ -14,20 +17,7 @@ def test_every_fault_location_exists() -> None:
     assert "in an evaluation" in PLACES
 
 
-# Place, rank, n-th time. The third save is the first that removes a checkpoint.
-KILLS = [
-    *(("inside a file", rank, 2) for rank in (0, 1)),
-    ("after the folder", 0, 2),
-    *(("after a file", rank, 2) for rank in (0, 1)),
-    *((place, 0, 3) for place in ("before the manifest", "before the rename", "after the rename")),
-    *((place, 0, 3) for place in ("before the pointer", "before retention")),
-    ("during retention", 0, 1),
-    *(("in a step", rank, 4) for rank in (0, 1)),
-    ("in an evaluation", 1, 3),
-]
-
-
-@pytest.mark.parametrize(("place", "rank", "nth"), rest_in_gate("faults", KILLS))
+@pytest.mark.parametrize(("place", "rank", "nth"), rest_in_gate("faults", PLACES["kills"]))
 def test_a_kill_loses_no_more_than_the_steps_since_the_last_save(
     place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -45,17 +35,9 @@ def test_a_kill_before_the_first_save_begins_again(trial: Trial, undisturbed: Ru
     assert len(events(trial.run, "began_again")) == 1
 
 
-SIGNALS = [
-    ("term", "in a step", 0, 3),
-    ("usr1", "in a step", 1, 4),
-    ("term", "before a save", 0, 2),
-    ("usr1", "inside a file", 1, 2),
-    ("term", "after a file", 0, 1),
-    ("usr1", "in an evaluation", 1, 2),
-]
-
-
-@pytest.mark.parametrize(("name", "place", "rank", "nth"), rest_in_gate("faults", SIGNALS))
+@pytest.mark.parametrize(
+    ("name", "place", "rank", "nth"), rest_in_gate("faults", PLACES["signals"])
+)
 def test_a_signal_leads_to_one_save_of_all_and_code_75(
     name: str, place: str, rank: int, nth: int, trial: Trial, undisturbed: RunFolder
 ) -> None:
@@ -76,14 +58,9 @@ def test_a_kill_during_a_save_in_the_background(
 
 
 PATIENCE_S = 30.0  # how long ranks may outlive the one that failed
-FAILURES = [
-    (place, nth, rank)
-    for place, nth in (("in a step", 5), ("in an evaluation", 2), ("reading a step's batches", 6))
-    for rank in (1, 0)
-]
 
 
-@pytest.mark.parametrize(("place", "nth", "rank"), rest_in_gate("faults", FAILURES))
+@pytest.mark.parametrize(("place", "nth", "rank"), rest_in_gate("faults", PLACES["failures"]))
 def test_a_failure_of_one_rank_ends_all(place: str, nth: int, rank: int, trial: Trial) -> None:
     fault = {"rank": rank, "at": place, "nth": nth, "do": "raise", "nccl": True}
     ended = trial.start(code=1, patience_s=PATIENCE_S, **fault)

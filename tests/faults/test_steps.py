@@ -11,7 +11,6 @@ import pytest
 from harness.config.batch import Curriculum
 from harness.data.batch_text import first_sample_of
 from harness.launch.fork_server import Zygote
-from harness.launch.ranks import Outcome
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events, run_ranks
 from tests.shipped import DS_CONFIGS
@@ -20,18 +19,22 @@ BATCH = 8
 # Short enough for a test: no judgement for four steps, and only extreme values are spikes.
 WATCHED = ("train.steps=16", "guard.spike_window=16", "guard.spike_sigma=12", "save.every=5")
 
-Run = Callable[..., tuple[Outcome, RunFolder]]
+Run = Callable[..., RunFolder]
 
 
 @pytest.fixture(scope="module")
 def spoiled(zygote: Zygote, data: list[str]) -> Run:
-    """Return a function that trains in a folder with spoils (plant.py) and arguments."""
+    """Return a function that trains in a folder with spoils (plant.py) and arguments, until all
+    ranks end with a code.
+    """
 
     def train(
-        folder: Path, spoils: dict[str, Any], *more: str, ranks: int = 2
-    ) -> tuple[Outcome, RunFolder]:
+        folder: Path, spoils: dict[str, Any], *more: str, ranks: int = 2, code: int = 0
+    ) -> RunFolder:
         words = [*SMALL_MODEL, *SHORT_RUN, *data, f"run.dir={folder / 'run'}", *more]
-        return zygote.run(words, folder, {"spoil": spoils}, ranks), RunFolder(folder / "run")
+        ended = zygote.run(words, folder, {"spoil": spoils}, ranks)
+        assert ended.codes == [code] * ranks, ended.output
+        return RunFolder(folder / "run")
 
     return train
 
@@ -54,8 +57,7 @@ def test_repeated_nan_losses_exit_with_code_76_and_a_diagnosis(
     spoiled: Run, tmp_path: Path
 ) -> None:
     spoils = {"loss": {first_sample(step): "nan" for step in (2, 4, 5, 6)}}
-    ended, run = spoiled(tmp_path, spoils, zero(2), "train.steps=8", "guard.max_bad_steps=3")
-    assert ended.codes == [76, 76], ended.output
+    run = spoiled(tmp_path, spoils, zero(2), "train.steps=8", "guard.max_bad_steps=3", code=76)
     status = run.read_status() or {}
     assert (status["outcome"], status["code"], status["step"]) == ("diverged", 76, 6)
     (event,) = events(run, "diverged")
@@ -71,15 +73,13 @@ def test_repeated_nan_losses_exit_with_code_76_and_a_diagnosis(
 
 @pytest.mark.gate("faults")
 def test_nonfinite_held_out_loss_exits_with_code_76(spoiled: Run, tmp_path: Path) -> None:
-    ended, run = spoiled(tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1)
-    assert ended.codes == [76], ended.output
+    run = spoiled(tmp_path, {"ruin": 2}, zero(0), "train.steps=4", ranks=1, code=76)
     (event,) = events(run, "diverged")
     assert "the held-out loss is not finite" in event["message"]
 
 
 def test_a_logged_spike_is_an_event_and_nothing_else(spoiled: Run, tmp_path: Path) -> None:
-    ended, run = spoiled(tmp_path, {"loss": {first_sample(9): 1e4}}, zero(1), *WATCHED)
-    assert ended.codes == [0, 0], ended.output
+    run = spoiled(tmp_path, {"loss": {first_sample(9): 1e4}}, zero(1), *WATCHED)
     (event,) = events(run, "spike")
     assert (event["step"], event["samples"], event["policy"]) == (9, [64, 72], "log")
     assert event["value"] > event["mean"] + 12 * event["sigma"]
@@ -96,8 +96,7 @@ def skipping(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[Run
         folder = tmp_path_factory.mktemp(name)
         for steps in lengths:
             length = f"train.steps={steps}"
-            ended, run = spoiled(folder, spoils, *arguments, length)
-            assert ended.codes == [0, 0], ended.output
+            run = spoiled(folder, spoils, *arguments, length)
         runs.append(run)
     return runs
 
@@ -126,11 +125,10 @@ def test_a_resumed_run_skips_the_same_steps(skipping: list[RunFolder]) -> None:
 def test_tensor_ranks_skip_a_spike_alike(spoiled: Run, tmp_path: Path) -> None:
     """Only one of them has a wrong loss: on their own they would decide differently."""
     spoils = {"loss": {first_sample(9): 1e4}}
-    ended, run = spoiled(
+    run = spoiled(
         *(tmp_path, spoils, zero(1), *WATCHED, "guard.spikes=skip", "train.steps=11"),
         *("ds.tensor_parallel.autotp_size=2", "guard.replicas_every=1"),
     )
-    assert ended.codes == [0, 0], ended.output
     (spike,), (skipped,) = events(run, "spike"), events(run, "skipped_step")
     assert spike["step"] == skipped["step"] == 9
     assert spike["quantity"] == "loss"  # on rank 0 too, whose own loss is normal
@@ -143,11 +141,8 @@ def rolled_back(spoiled: Run, tmp_path_factory: pytest.TempPathFactory) -> list[
     spoils = {"loss": {first_sample(9): 1e4, first_sample(18): 1e4}}
     runs = []
     for name in ("first", "second"):
-        ended, run = spoiled(
-            *(tmp_path_factory.mktemp(name), spoils), *(zero(2), *WATCHED, "guard.spikes=rollback")
-        )
-        assert ended.codes == [0, 0], ended.output
-        runs.append(run)
+        words = (zero(2), *WATCHED, "guard.spikes=rollback")
+        runs.append(spoiled(tmp_path_factory.mktemp(name), spoils, *words))
     return runs
 
 
@@ -181,8 +176,7 @@ def test_the_same_run_goes_back_in_the_same_way(rolled_back: list[RunFolder]) ->
 def test_every_layout_goes_back_to_what_it_saved(spoiled: Run, tmp_path: Path, json: str) -> None:
     spoils = {"loss": {first_sample(9): 1e4}}
     words = (f"--deepspeed={DS_CONFIGS / json}.json", *WATCHED, "guard.spikes=rollback")
-    ended, run = spoiled(tmp_path, spoils, *words, "train.steps=12", "eval.every=5")
-    assert ended.codes == [0, 0], ended.output
+    run = spoiled(tmp_path, spoils, *words, "train.steps=12", "eval.every=5")
     (event,) = events(run, "rollback")
     assert (event["from_step"], event["to_step"]) == (9, 5)
     lines = {line["step"]: line for line in run.read_metrics()}
@@ -208,13 +202,12 @@ def test_what_a_step_read_is_shown_past_the_samples_left_out(
 @pytest.mark.gate("faults")
 def test_the_minimum_loss_scale_is_a_reason_to_go_back(spoiled: Run, tmp_path: Path) -> None:
     scale = ("ds.fp16.initial_scale_power=3", "ds.fp16.hysteresis=1", "ds.fp16.min_loss_scale=8")
-    ended, run = spoiled(
+    run = spoiled(
         *(tmp_path, {"loss": {first_sample(7): "inf"}}),
         *(f"--deepspeed={DS_CONFIGS / 'fp16.json'}", *scale, *WATCHED, "guard.spikes=rollback"),
         *("train.steps=8",),
         ranks=1,
     )
-    assert ended.codes == [0], ended.output
     (event,) = events(run, "rollback")
     assert event["samples_skipped"] == [40, 56]
     assert "fell to its minimum" in event["why"]
@@ -223,11 +216,11 @@ def test_the_minimum_loss_scale_is_a_reason_to_go_back(spoiled: Run, tmp_path: P
 def test_a_silently_differing_rank_stops_the_run_before_it_saves(
     spoiled: Run, tmp_path: Path
 ) -> None:
-    ended, run = spoiled(
+    run = spoiled(
         *(tmp_path, {"flip": 7}),
         *(zero(0), "train.steps=12", "save.every=5", "guard.replicas_every=4"),
+        code=1,
     )
-    assert ended.codes == [1, 1], ended.output
     assert (run.read_status() or {})["outcome"] == "failed"
     (event,) = events(run, "replicas_differ")
     assert event["step"] == 8
@@ -263,13 +256,13 @@ def test_tensor_ranks_and_ends_of_a_pipeline_are_compared(
     spoiled: Run,
     tmp_path: Path,
 ) -> None:
-    ended, run = spoiled(
+    run = spoiled(
         *(tmp_path, {"flip": 2, "weight": weight}, zero(stage), *more),
         *("ds.tensor_parallel.autotp_size=2", "model.overrides.tie_word_embeddings=true"),
         *("guard.replicas_every=1", "layout.verify=false"),
         ranks=ranks,
+        code=1,
     )
-    assert ended.codes == [1] * ranks, ended.output
     (equal,), (event,) = events(run, "replicas_equal"), events(run, "replicas_differ")
     assert (equal["step"], event["step"]) == (1, 2)
     assert event["ranks_by_parameter"] == {weight: differing}

@@ -13,15 +13,10 @@ from harness.runfolder import RunFolder
 from tests.faults.conftest import STEPS, Trial, arguments, check_tidy, curve, executed, newest
 from tests.real_runs import TRAIN, environment, events, wait_for
 from tests.run.test_notify import SECRET, webhook
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 
-STARTS = [
-    ("usr1", "before the data", 1),
-    ("int", "before joining", 0),
-    ("hup", "before the engine", 1),
-    ("usr1", "before the folder", 0),
-    ("usr1", "before the plan", 0),
-]
+STARTS = beside(__file__, "places.toml")["starts"]
 
 
 @pytest.mark.parametrize(("name", "place", "rank"), rest_in_gate("faults", STARTS))

@@ -43,6 +43,7 @@ from harness.layout.tensor import EXPERTS, TensorPlan, tensor_plan, whole_stream
 from harness.models.loss import PLAIN, LossSetup, forward
 from harness.models.skeleton import hf_config
 from harness.terminal import HelpFormatter
+from tests.tables import beside
 from tools.made_with import versions
 
 RANKS = 2
@@ -199,31 +200,9 @@ def _loss_and_gradients(model: Any, setup: LossSetup) -> tuple[float, dict[str, 
     return float(mean.detach()), gradients
 
 
-# Small models, with grouped key heads and windows.
-
-SEQ_LEN, VOCAB_SIZE = 24, 96
-_SIZES = {"hidden": 32, "layers": 2, "heads": 4, "kv_heads": 2, "head": 8, "width": 64}
-_SIZES |= {"positions": 64, "experts": 4}
-_COMMON = {
-    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0),
-    **dict.fromkeys(("vocab_size", "vocab_size_per_layer_input"), VOCAB_SIZE),
-    **dict.fromkeys(("kv_lora_rank", "q_lora_rank", "hidden_size_per_layer_input"), 8),
-    **dict.fromkeys(("qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts"), 1),
-    "sliding_window": 8,  # shorter than a row
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "use_cache": False,
-}
-# Keys that a family requires, by its own names.
-_OWN: dict[str, dict[str, Any]] = {
-    "falcon": {"new_decoder_architecture": True, "num_kv_heads": 2},
-    "dots3_note_text": {"num_key_value_heads": 4},
-    "codegen": {"rotary_dim": 4},
-    "gptj": {"rotary_dim": 4},
-}
-_LATENT = {"num_key_value_heads": 4, "head_dim": 8}
-"""For families whose keys and values are projected from few dimensions (kv_lora_rank)."""
+SEQ_LEN = 24
+_SMALL = beside(__file__, "compare_divided.toml")
+VOCAB_SIZE: int = _SMALL["common"]["vocab_size"]
 
 
 def families() -> list[str]:
@@ -240,11 +219,11 @@ def tiny(family: str) -> tuple[dict[str, Any], PreTrainedModel]:
     default = CONFIG_MAPPING[family]()
     values: dict[str, Any] = {"model_type": family}
     for size, keys in SIZE_KEYS.items():
-        values |= {key: _SIZES[size] for key in keys if _has(default, key)}
-    values |= {key: value for key, value in _COMMON.items() if _has(default, key)}
+        values |= {key: _SMALL["sizes"][size] for key in keys if _has(default, key)}
+    values |= {key: value for key, value in _SMALL["common"].items() if _has(default, key)}
     values |= {key: 0.0 for key in vars(default) if key.endswith(("dropout", "pdrop", "jitter"))}
-    values |= _LATENT if "kv_lora_rank" in values else {}
-    values |= _OWN.get(family, {})
+    values |= _SMALL["latent"] if "kv_lora_rank" in values else {}
+    values |= _SMALL["own"].get(family, {})
     config = hf_config(copy.deepcopy(values))
     torch.manual_seed(0)
     attention = "eager" if without_sdpa(family) else "sdpa"

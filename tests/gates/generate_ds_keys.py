@@ -24,21 +24,14 @@ import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 os.environ.setdefault("DS_ACCELERATOR", "cpu")  # affects some defaults; DeepSpeed logs less
 
 import deepspeed
-import torch
 from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
-from deepspeed.comm.config import CommsLoggerConfig
-from deepspeed.compile.config import CompileConfig
-from deepspeed.inference.config import WeightQuantConfig
 from deepspeed.module_inject.auto_ep_config import AutoEPConfig
-from deepspeed.monitor.config import CometConfig, CSVConfig, TensorBoardConfig, WandbConfig
-from deepspeed.ops.adagrad import DeepSpeedCPUAdagrad
-from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-from deepspeed.ops.lion import DeepSpeedCPULion, FusedLion
 from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
 from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
 from deepspeed.runtime.config import (
@@ -46,7 +39,6 @@ from deepspeed.runtime.config import (
     _REMOVED_ZERO_CONFIG_KEYS,
     DeepSpeedConfig,
     DtypeEnum,
-    HybridEngineConfig,
     get_pipeline_config,
 )
 from deepspeed.runtime.constants import GRADIENT_ALLREDUCE_OP_SUPPORTED
@@ -56,10 +48,7 @@ from deepspeed.runtime.model_checkpointing.config import (
     get_checkpoint_config,
     get_checkpoint_writer_config,
 )
-from deepspeed.runtime.precision_config import DeepSpeedBF16Config, DeepSpeedFP16Config
 from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
-from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig
-from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
 from deepspeed.utils.config import DeepSpeedThroughputTimerConfig
 from pydantic import BaseModel
 
@@ -205,21 +194,6 @@ def plain(value: Any) -> Any:
 
 # Every section of the JSON, as read by the corresponding part of DeepSpeed.
 
-_MODELS: dict[str, type[BaseModel]] = {
-    "zero_optimization": DeepSpeedZeroConfig,
-    "fp16": DeepSpeedFP16Config,
-    "bf16": DeepSpeedBF16Config,
-    "tensor_parallel": TPTrainingConfig,
-    "tensorboard": TensorBoardConfig,
-    "wandb": WandbConfig,
-    "csv_monitor": CSVConfig,
-    "comet": CometConfig,
-    "comms_logger": CommsLoggerConfig,
-    "compile": CompileConfig,
-    "hybrid_engine": HybridEngineConfig,
-    "weight_quantization": WeightQuantConfig,
-}
-
 
 class Recorder(dict[str, Any]):
     """A config section that records the keys a parser asks for, with their defaults."""
@@ -244,7 +218,7 @@ class Recorder(dict[str, Any]):
 
 def all_sections() -> dict[str, Node]:
     """Return the sections by name, without top-level keys."""
-    sections = {name: from_model(model) for name, model in _MODELS.items()}
+    sections = {name: from_model(resolve_name(m)) for name, m in _TABLES["models"].items()}
     hints = typing.get_type_hints(AutoEPConfig)
     expert_parallel = {
         field.name: from_annotation(hints[field.name], plain(field.default))
@@ -289,17 +263,6 @@ def _asked_by_config(section: str) -> dict[str, Any]:
 
 # DeepSpeed's defaults for missing parameters of an optimizer or scheduler section.
 
-# The classes that DeepSpeed creates for an optimizer type; their defaults agree.
-_OPTIMIZERS: dict[str, tuple[type, ...]] = {
-    "adamw": (FusedAdam, DeepSpeedCPUAdam),
-    "adam": (FusedAdam, DeepSpeedCPUAdam),
-    "adamw, torch_adam": (torch.optim.AdamW,),
-    "adam, torch_adam": (torch.optim.Adam,),
-    "lion": (FusedLion, DeepSpeedCPULion),
-    "adagrad": (torch.optim.Adagrad, DeepSpeedCPUAdagrad),
-    "sgd": (torch.optim.SGD,),
-    "adafactor": (torch.optim.Adafactor,),
-}
 _SCHEDULERS = (WarmupLR, WarmupDecayLR, WarmupCosineLR)
 _LEARNED = ("lr", "betas", "eps", "momentum", "weight_decay")
 _SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio")
@@ -308,8 +271,8 @@ _SCHEDULED = ("warmup_max_lr", "warmup_num_steps", "warmup_type", "cos_min_ratio
 def optimizer_defaults() -> dict[str, dict[str, Any]]:
     """Return the defaults of the optimizer classes, by DeepSpeed's name in lower case."""
     defaults = {}
-    for name, classes in _OPTIMIZERS.items():
-        first, *others = [_defaults(kind, _LEARNED) for kind in classes]
+    for name, classes in _TABLES["optimizers"].items():
+        first, *others = [_defaults(resolve_name(kind), _LEARNED) for kind in classes]
         assert all(first == defaults_ for defaults_ in others), f"{name}: {first}, {others}"
         defaults[name] = first
     del defaults["adafactor"]["eps"]  # because it is a pair

@@ -17,20 +17,10 @@ from pathlib import Path
 from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-KEPT = {
-    "deepspeed",  # harness/engine/deepspeed_0_19/
-    "ruff",  # each version formats in its own way
-    "wandb",
-}
+KEPT = {"deepspeed", "ruff", "wandb"}  # harness/engine/deepspeed_0_19/; each ruff formats its way
 SHOWN = (
-    "torch",
-    "transformers",
-    "deepspeed",
-    "accelerate",
-    "peft",
-    "datatrove",
-    "optuna",
-    "nicegui",
+    *("torch", "transformers", "deepspeed", "accelerate"),
+    *("peft", "datatrove", "optuna", "nicegui"),
 )
 
 

@@ -14,6 +14,7 @@ import pytest
 from tests.gates import __main__ as gates
 from tests.gates import records
 from tests.gates.releases import build, folder, requirements
+from tests.tables import beside
 
 GATES = records.all_gates()
 MARK = re.compile(r'(?:mark\.gate|rest_in_gate, |rest_in_gate)\(?"(\w+)"')
@@ -128,13 +129,9 @@ def test_tests_pass_with_other_packages(name: str, half: str) -> None:
     environ["TORCH_EXTENSIONS_DIR"] = str(home / "operators")  # built for that torch
     rooms = [f"tests/{room}" for room in half.split()]
     ignored = [f"--ignore={file}" for file in LEFT_OUT]
-    done = subprocess.run(
-        [home / "bin" / "python", "-m", "pytest", "-q", *ignored, *rooms],
-        cwd=gates.REPOSITORY,
-        env=environ,
-        capture_output=True,
-        text=True,
-    )
+    command = [home / "bin" / "python", "-m", "pytest", "-q", *ignored, *rooms]
+    how = {"cwd": gates.REPOSITORY, "env": environ, "capture_output": True, "text": True}
+    done = subprocess.run(command, **how)
     assert done.returncode == 0, done.stdout[-5000:]
 
 
@@ -148,7 +145,8 @@ def test_small_changes_are_caught() -> None:
 def test_drawn_changes_are_small_and_the_same_for_a_seed(tmp_path: Path) -> None:
     draw = pytest.importorskip("tests.gates.mutants.draw")
     (tmp_path / "harness").mkdir()
-    (tmp_path / "harness" / "a.py").write_text(SMALL)
+    small = beside(draw.__file__, "operators.toml")["small"]
+    (tmp_path / "harness" / "a.py").write_text(small["text"])
     files = {"harness/a.py": 7}
     drawn = [list(islice(draw.draw(tmp_path, "harness", files, seed), 9)) for seed in (0, 0, 1)]
     assert drawn[0] == drawn[1] != drawn[2]
@@ -156,20 +154,7 @@ def test_drawn_changes_are_small_and_the_same_for_a_seed(tmp_path: Path) -> None
     for item in drawn[0]:  # all
         [change] = item.mutations
         operator = draw.get_operator(change.operator_name)()
-        code = draw.mutate_code(SMALL, operator, change.occurrence).splitlines()
-        pairs = zip(SMALL.splitlines(), code, strict=True)
+        code = draw.mutate_code(small["text"], operator, change.occurrence).splitlines()
+        pairs = zip(small["text"].splitlines(), code, strict=True)
         changed |= {after.strip() for before, after in pairs if before != after}
-    assert changed == {
-        "if not a > 1:", "if a >= 1:", "if a <= 1:", "if a > 2:", "if a > 0:",
-        "pass", "send(a)", "return (a)", "return (b)",
-    }  # fmt: skip
-
-
-SMALL = '''"""A text of 1 + 1."""
-def f(a: int, b: int) -> int:
-    if a > 1:
-        raise ValueError(f"{a + 1}")
-    send(a, to=b)
-    print(a - b)
-    return min(a, b)
-'''
+    assert changed == {*small["changed"]}

@@ -12,6 +12,7 @@ from harness.plan.command import Command, plan_from
 from tests.gates.cells import covering_cases, memory_cases
 from tests.gates.gpu_memory import GPU_CASES, GpuCase, error_of, measure_gpu, verdict_of
 from tests.run_tools import run_tool
+from tests.tables import beside
 
 
 def test_the_covering_set_covers() -> None:
@@ -53,26 +54,14 @@ def test_the_cases_are_many_and_span_what_was_asked_for() -> None:
     assert "guessed" not in {plan.estimate.evidence for plan in plans if plan.zero_stage == 0}
 
 
-def row(estimated: float, measured: float | None, **more: Any) -> dict[str, Any]:
+def row(estimated: float, measured: float, more: dict[str, Any]) -> dict[str, Any]:
     found = {"case": "c", "verdict": "fits", "estimated_gib": estimated, **more}
-    return found if measured is None else {**found, "peak_allocated_gib": measured}
+    return {**found, "peak_allocated_gib": measured} if measured else found
 
 
-@pytest.mark.parametrize(
-    ("rows", "said", "as_aimed"),
-    [
-        ([row(10.0, 10.0), row(10.05, 10.0), row(10.2, 10.0)], "median error 0.5%", True),
-        ([row(10.0, 10.0), row(10.4, 10.0)], "worst 4.0%", False),
-        ([row(10.2, 10.0), row(9.8, 10.0)], "median error 2.0%", False),
-        ([row(10.0, 10.0), row(10.0, None, error="out of memory: no")], "out of memory: c", False),
-        ([row(10.0, 10.0), row(10.0, None, refused="no flash")], "1 of 2 cases measured", True),
-        ([row(10.0, None, error="ended with code 1")], "nothing was measured", False),
-        # It was not judged to fit.
-        ([row(10.0, 10.0), row(99.0, None, error="out of memory: no", verdict="no")], "", True),
-    ],
-)
-def test_what_the_rows_come_to(rows: list[dict[str, Any]], said: str, as_aimed: bool) -> None:
-    text, found = verdict_of(rows)
+@pytest.mark.parametrize(("rows", "said", "as_aimed"), beside(__file__, "memory.toml")["rows"])
+def test_what_the_rows_come_to(rows: list[Any], said: str, as_aimed: bool) -> None:
+    text, found = verdict_of([row(*values) for values in rows])
     assert said in text
     assert found is as_aimed
 

@@ -15,6 +15,7 @@ from tests.gates.streams.device import Event, Stream
 from tests.gates.streams.run import Row, Seen, Wait, prepare, row_of
 from tests.gates.streams.simulated import Device, simulated
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
 
 @pytest.fixture
@@ -119,20 +120,10 @@ def test_a_step_moves_at_most_one_and_a_half_times_what_it_must() -> None:
 
 
 def test_what_has_to_hold() -> None:
-    allowed = [
-        Wait("log", "harness/run/meter.py:1", "values", 1),
-        Wait("step", "harness/engine/stepping.py:1", "value", 1),
-        Wait("micro-batches", "deepspeed/runtime/engine.py:1", "device", 5),
-        Wait("micro-batches", "harness/engine/expert.py:1", "values", 8),
-        Wait("save", "harness/checkpoint/save.py:1", "value", 5),
-    ]
+    tables = beside(__file__, "host_waits.toml")
+    allowed, refused = ([Wait(*row) for row in tables[name]] for name in ("allowed", "refused"))
     assert made(*allowed).problems == []
-    for wait in (
-        Wait("micro-batches", "harness/engine/zero.py:1", "value", 1),
-        Wait("step", "harness/engine/stepping.py:1", "value", 2),
-        Wait("verdict", "harness/guard/signals.py:1", "values", 1),
-        Wait("log", "harness/run/meter.py:1", "values", 2),
-    ):
+    for wait in refused:
         assert len(made(wait).problems) == 1, wait
     assert made(**{"a.py:1 -> b.py:2": 3}).problems == ["race: a.py:1 -> b.py:2"]
     page = markdown([made(*allowed), Row(all_cells()[1], skipped="no libaio")])

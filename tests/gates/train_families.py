@@ -26,6 +26,7 @@ from harness.launch.fork_server import Zygote
 from harness.runfolder import RunFolder
 from harness.terminal import HelpFormatter
 from tests.gates.hybrids import HYBRIDS, NEWER
+from tests.tables import beside
 
 TOLERANCE = 1e-5
 """For losses that differ only in the order of sums."""
@@ -36,43 +37,11 @@ DIVIDED = {
 }
 _COLUMNS = ("family", "trained", "resumed", "exported", "memory", *DIVIDED)
 _NEWER_COLUMNS = ("family", "trained", "memory", "tensors")
-_HELD_OUT_SAMPLES = 8
 _SET = r"^[\w.]+( is |=)2( \(command line\))?[:,] (model\.name=\S+: )?"
 """The beginning of a reason, which is the same in all rows."""
-_WORDS = (
-    *("data.seq_len=32", "data.vocab_size=512", "train.global_batch=8", "train.micro_batch=2"),
-    *("optim.schedule=constant", "optim.warmup_steps=0"),
-    *(f"eval.samples={_HELD_OUT_SAMPLES}", "eval.every=2", "log.every=1"),
-    *("sample.tokens=0", "log.report=false", "ds.bf16.enabled=false", "layout.verify=true"),
-)
-_HEAD = """\
-# State-space and hybrid families
-
-In these families of transformers, some or all layers do not attend to every token. Each was trained
-as a small model with random weights on two CPU ranks in fp32, using transformers' own code without
-kernels from other packages. `python -m tests.gates.train_families --out build/hybrids --markdown
-docs/families.md` writes this page.
-
-- *Resumed*: two steps of ZeRO 1 and two of ZeRO 3 from their checkpoint give the same losses and
-  gradient norms as four steps of ZeRO 1.
-- *Exported*: plain transformers opens the export and computes the run's held-out loss.
-- *Memory*: "traced" if the planner estimates it from a traced forward pass; "unknown" if it has no
-  estimate.
-- *Stages*, *tensors*, *sequences*: a step of a model divided in this way gives the same loss and
-  gradient norm as the undivided model. Otherwise, the reason why it cannot be divided.
-
-| family | trained | resumed | exported | memory | stages | tensors | sequences |
-|---|---|---|---|---|---|---|---|
-"""
-_NEWER_HEAD = """
-## New decoders
-
-Other decoders that transformers 5.21 to 5.24 added, in the same sizes. Each was trained for two
-steps with ZeRO 1 and for one step with its tensors divided over two ranks.
-
-| new family | trained | memory | tensors |
-|---|---|---|---|
-"""
+_TABLES = beside(__file__, "families.toml")
+_WORDS: list[str] = _TABLES["words"]
+_HELD_OUT_SAMPLES = 8  # eval.samples
 
 
 def main(argv: list[str]) -> int:
@@ -115,9 +84,9 @@ def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """Return the page of the rows, with the names of families without a row."""
     missing = [n for n in (*HYBRIDS, *NEWER) if n not in {row["family"] for row in rows}]
     rest = f"\nWithout a row, not run for this page: {', '.join(missing)}.\n" if missing else ""
-    page = _HEAD + "".join(_line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS)
+    page = [_line(row, _COLUMNS) for row in rows if row["family"] in HYBRIDS]
     newer = [_line(row, _NEWER_COLUMNS) for row in rows if row["family"] in NEWER]
-    return page + _NEWER_HEAD + "".join(newer) + rest
+    return "".join((_TABLES["head"], *page, _TABLES["newer_head"], *newer, rest))
 
 
 def kept_row(zygote: Zygote, family: str, folder: Path) -> dict[str, Any]:
@@ -183,22 +152,16 @@ class Runs:
         return "unknown" if plan["estimate"] is None else "traced"
 
     def _resumed(self) -> str:
-        for ended in (
-            self.run("resumed", 3, "train.steps=4"),
-            self.run("whole", 1, "train.steps=4", "save.export=false"),
-        ):
-            if ended != "yes":
-                return ended
-        resumed, whole = (
-            [
-                value
-                for line in RunFolder(self._folder / name).read_metrics()
-                for value in (line.get("loss"), line.get("grad_norm"), line.get("eval_loss"))
-                if value is not None
-            ]
-            for name in ("resumed", "whole")
-        )
-        return _compared(resumed, whole)
+        resumed = self.run("resumed", 3, "train.steps=4")
+        whole = self.run("whole", 1, "train.steps=4", "save.export=false")
+        if {resumed, whole} != {"yes"}:
+            return whole if resumed == "yes" else resumed
+        return _compared(self._learned("resumed"), self._learned("whole"))
+
+    def _learned(self, name: str) -> list[float]:
+        lines = RunFolder(self._folder / name).read_metrics()
+        names = ("loss", "grad_norm", "eval_loss")
+        return [line[name] for line in lines for name in names if line.get(name) is not None]
 
     def exported(self) -> str:
         """Compare the export's held-out loss, by plain transformers, with the run's."""

@@ -24,18 +24,7 @@ from tests.real_runs import REPOSITORY
 from tests.tables import beside
 from tests.tiers import rest_in_gate
 
-# It waits where Python runs no handler, like a rank that waits for the others to join.
-WAITS = """
-import ctypes
-from harness.guard import stop_request
-stop_request._JOINING_S = 1.0
-request = stop_request.StopRequest()
-{}
-print("waits", flush=True)
-for _ in range(3):
-    ctypes.CDLL(None).usleep(10**6)
-print(request.received)
-"""
+TABLES = beside(__file__, "signals.toml")
 
 
 def name_of(number: signal.Signals) -> str:
@@ -122,23 +111,12 @@ def test_what_ignores_sighup_outlives_its_terminal() -> None:
         signal.signal(signal.SIGHUP, before)
 
 
-JOINS = "waiting = request.joins(); waiting.__enter__()"
-ENDS = [
-    ("", [signal.SIGTERM], 0),
-    ("", [signal.SIGINT, signal.SIGINT], 75),
-    (JOINS, [signal.SIGTERM], 75),
-    ("", [signal.SIGUSR1, signal.SIGUSR1], 0),
-    ("", [signal.SIGINT, signal.SIGTERM], 75),
-    ("request.trains()", [signal.SIGINT, signal.SIGINT], 0),
-    (JOINS, [signal.SIGUSR1], 0),
-]
-
-
-@pytest.mark.parametrize(("then", "numbers", "code"), rest_in_gate("faults", ENDS, 3))
+@pytest.mark.parametrize(("then", "names", "code"), rest_in_gate("faults", TABLES["ends"], 3))
 def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
-    then: str, numbers: list[signal.Signals], code: int
+    then: str, names: list[str], code: int
 ) -> None:
-    command, pipe = [sys.executable, "-c", WAITS.format(then)], subprocess.PIPE
+    numbers = [signal.Signals[name] for name in names]
+    command, pipe = [sys.executable, "-c", TABLES["waits"].format(then)], subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, text=True) as process:
         assert process.stdout.readline() == "waits\n"
         for number in numbers:
@@ -149,13 +127,7 @@ def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
         assert output == ("" if code else f"{name_of(numbers[0])}\n")
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        *(("45", 45), ("2:03", 123), ("1:00:00", 3600), ("2-03:00:01", 183_601)),
-        *(("UNLIMITED", None), ("NOT_SET", None), ("", None)),
-    ],
-)
+@pytest.mark.parametrize(("text", "seconds"), TABLES["texts"])
 def test_slurm_end_time_is_parsed(text: str, seconds: float | None) -> None:
     assert as_seconds(text) == seconds
 
@@ -173,7 +145,7 @@ def test_the_end_of_the_process_takes_time_too(monkeypatch: pytest.MonkeyPatch) 
     assert not TimeLeft(None, 1).is_short_of(1e9)
 
 
-@pytest.mark.parametrize(("job", "squeue", "left"), beside(__file__, "signals.toml")["left"])
+@pytest.mark.parametrize(("job", "squeue", "left"), TABLES["left"])
 def test_newer_slurm_says_when_the_job_ends_and_older_is_asked(
     job: dict[str, str],
     squeue: str,

@@ -11,6 +11,7 @@ import pytest
 from harness.config.sections import EvalConfig, GuardConfig
 from harness.errors import ExitCode
 from harness.guard.stability import Next, SpikeDetector, StabilityMonitor
+from tests.tables import beside
 
 
 def monitor(**evaluation: Any) -> StabilityMonitor:
@@ -81,14 +82,11 @@ Curve = list[tuple[float, float]]
 
 def curve(steps: int, seed: int = 0) -> Curve:
     """Return losses that fall by a power law with noise, and norms with outliers."""
-    draw = random.Random(seed)
-    return [
-        (
-            2.0 + 9.0 * (step + 10) ** -0.3 + draw.gauss(0, 0.03),
-            (1.5 * (step + 10) ** -0.1) * math.exp(draw.gauss(0, 0.3)),
-        )
-        for step in range(steps)
-    ]
+    draw, values = random.Random(seed), []
+    for step in range(10, steps + 10):
+        loss = 2.0 + 9.0 * step**-0.3 + draw.gauss(0, 0.03)
+        values.append((loss, (1.5 * step**-0.1) * math.exp(draw.gauss(0, 0.3))))
+    return values
 
 
 def spikes(detector: SpikeDetector, steps: Curve) -> Iterator[tuple[int, str]]:
@@ -104,23 +102,13 @@ def test_a_long_noisy_falling_curve_has_no_spikes() -> None:
         assert list(spikes(SpikeDetector(6.0, 128), curve(30_000, seed))) == []
 
 
-@pytest.mark.parametrize(
-    ("planted", "quantity"),
-    [
-        ({500: (1.5, 1.0)}, "loss"),
-        ({500: (1.0, 20.0)}, "log_grad_norm"),
-        ({33: (3.0, 1.0)}, "loss"),
-        ({500: (100.0, 1.0), 501: (2.0, 1.0), 505: (2.0, 1.0)}, "loss"),  # none hides the next
-        ({500: (0.01, 1e-6)}, ""),  # what falls is no spike
-    ],
-)
-def test_planted_spikes_are_the_only_ones(
-    planted: dict[int, tuple[float, float]], quantity: str
-) -> None:
+@pytest.mark.parametrize(("planted", "quantity"), beside(__file__, "stability.toml")["spikes"])
+def test_planted_spikes_are_the_only_ones(planted: dict[str, list[float]], quantity: str) -> None:
     steps = curve(2_000)
-    for at, (loss_factor, norm_factor) in planted.items():
-        steps[at] = steps[at][0] * loss_factor, steps[at][1] * norm_factor
-    expected = [(at, quantity) for at in planted if quantity]
+    for at, factors in planted.items():
+        loss, norm = steps[int(at)]
+        steps[int(at)] = loss * factors[0], norm * factors[1]
+    expected = [(int(at), quantity) for at in planted if quantity]
     assert list(spikes(SpikeDetector(6.0, 128), steps)) == expected
 
 
@@ -134,10 +122,8 @@ def test_sigma_is_the_sample_standard_deviation() -> None:
 
 def test_neither_rounding_nor_the_first_values_are_spikes() -> None:
     """Before a quarter of the window, nothing is said."""
-    for steps, spike in (
-        ([(2.0, 1.0)] * 100 + [(2.0000001, 1.0000001)], 2.02),
-        ([*curve(31), (1e6, 1e6)], 1e12),
-    ):
+    rounded = [(2.0, 1.0)] * 100 + [(2.0000001, 1.0000001)]
+    for steps, spike in ((rounded, 2.02), ([*curve(31), (1e6, 1e6)], 1e12)):
         detector = SpikeDetector(6.0, 128)
         assert list(spikes(detector, steps)) == []
         assert detector.see(spike, 1.0) is not None

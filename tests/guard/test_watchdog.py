@@ -27,6 +27,9 @@ from harness.run.build import _start_watchdog
 from harness.run.ending import hangs
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, wait_for
+from tests.tables import beside
+
+TABLES = beside(__file__, "watchdog.toml")
 
 
 @pytest.fixture
@@ -104,25 +107,8 @@ def test_heartbeat_during_a_hang_keeps_its_place(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "rank-00000.json").read_text())["at"]
 
 
-# Opening a pipe for writing waits for a reader, as a lost file server does.
-WRITES_NOWHERE = """
-import os, sys, time
-from pathlib import Path
-from harness.errors import ExitCode
-from harness.guard import watchdog as module
-module._FOLDER_S = 0.2
-folder = Path(sys.argv[1])
-os.mkfifo(folder / "rank-00000.json")
-pulse = module.Pulse(floor_s=0.2, factor=1, first_s=0.2)
-watchdog = module.Watchdog(pulse, rank=0, world_size=1)
-watchdog.tick_s, watchdog.folder = 0.05, folder
-watchdog.start()
-time.sleep(600)
-"""
-
-
 def test_a_hang_is_noticed_while_the_file_system_hangs_too(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", WRITES_NOWHERE, str(tmp_path)]
+    command = [sys.executable, "-c", TABLES["scripts"]["writes_nowhere"], str(tmp_path)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=300)
     assert done.returncode == ExitCode.HANG
     assert "rank 0: no progress for 0 s (limit: 0 s); its threads:" in done.stderr
@@ -159,10 +145,8 @@ def test_a_heartbeat_is_whole_whenever_it_is_read(tmp_path: Path) -> None:
 def test_hang_of_an_earlier_attempt_ends_no_other_rank(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "run")
     folder.open()
-    old, new, other = (
-        Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=rank, world_size=2)
-        for rank in (1, 0, 1)
-    )
+    pulse = Pulse(floor_s=60, factor=10, first_s=60)
+    old, new, other = (Watchdog(pulse, rank, world_size=2) for rank in (1, 0, 1))
     for watchdog, attempt in ((old, 1), (new, 2), (other, 2)):
         path = folder.hang_path(attempt)
         watchdog.write_to(folder.heartbeats_dir, path, lambda report: None)
@@ -204,33 +188,6 @@ def heartbeat(rank: int, count: int, tick: int, **more: Any) -> dict[str, Any]:
     return {**found, "count": count, "seconds": 30.0, "tick": tick, **more}
 
 
-Beats = list[dict[str, Any]]
-WAITS = [heartbeat(rank, 9, 5, at="x") for rank in range(8)]
-BEHIND = heartbeat(1, 8, 5, phase="data", at="y")
-REPORTS: dict[str, tuple[Beats, list[int], list[int], str]] = {
-    "no longer writes": (
-        [*WAITS[:2], heartbeat(2, 8, 4)],
-        [2],
-        [],
-        "rank 2 (data 2) on n2 (process 12), in 'step' of step 5: stopped",
-    ),
-    "never wrote": ([WAITS[0], {"rank": 1}], [1], [], "rank 1 (data 1), never wrote: stopped"),
-    "wrote before": (
-        [WAITS[0], {"rank": 1}],
-        [1],
-        [],
-        "rank 1 (data 1) on n1 (process 11), in 'step' of step 5: stopped",
-    ),
-    "is behind": (
-        [WAITS[0], BEHIND],
-        [],
-        [1],
-        "rank 1 (data 1) on n1 (process 11), in 'data' of step 5, y, for 30 s: behind",
-    ),
-    "all wait": (WAITS[:4], [], [], "no rank is behind"),
-}
-
-
 def test_the_rank_that_reports_is_not_silent() -> None:
     own = [heartbeat(0, 9, 4)]  # its file may be older than its report
     assert hang_report(own, own, "why", 0, lambda rank: "")["silent"] == []
@@ -249,9 +206,9 @@ def test_silent_processes_of_other_hosts_are_gone(
         assert [beat["rank"] for beat in watchdog.gone()] == gone
 
 
-@pytest.mark.parametrize("name", REPORTS)
+@pytest.mark.parametrize("name", TABLES["reports"])
 def test_the_ranks_that_hold_up_the_others_are_named(name: str) -> None:
-    after, silent, behind, text = REPORTS[name]
+    after, silent, behind, text = TABLES["reports"][name]
     before = [{**beat, "tick": 4} if "tick" in beat else beat for beat in after]
     if name == "wrote before":
         before[1] = heartbeat(1, 9, 4)

@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905
 """Wrong run configs, words, DeepSpeed JSONs, models, arguments and records."""
 
 import json
@@ -22,39 +21,18 @@ from harness.files.pieces import Ids
 from harness.plan.memory import Untraceable
 from tests.inputs import values
 from tests.inputs.rule import GATE, MANY, MARKER, each, keeps_the_rule, tried
-from tests.inputs.values import JSON, Draw, encoded, toml_document
+from tests.inputs.values import JSON, Draw, encoded, escaped, toml_document
 from tests.real_runs import REPOSITORY
 from tests.tables import beside
 
 _TABLES = beside(__file__, "configs.toml", with_parts=True)
 _VALID: dict[str, dict[str, list[Any]]] = _TABLES["valid"]
-_DS_KEYS = """zero_optimization zero_optimization.stage zero_optimization.reduce_bucket_size
-bf16.enabled fp16.enabled gradient_clipping train_batch_size optimizer.type scheduler
-gradient_accumulation_steps pipeline.stages optimizer.params.lr compile.backend
-zero_optimization.offload_optimizer.device tensor_parallel.autotp_size sequence_parallel_size"""
-_KEYS = (*known_keys(), *(f"ds.{key}" for key in _DS_KEYS.split()))
-# Each is refused with exit code 2; | separates words.
-_REFUSED = """= == a= =a .=1 train.=1 .steps=1 train..steps=1 train=1 train=[] ds=1 ds.=1 ds
-ds.a..b=1 train=1|train.seed=3 ds.zero_optimization=1|ds.zero_optimization.stage=2 train.steps.x=1
-train.steps=1|train.steps.x=2 model=1|model.overrides.a=2 train.steps= train.steps==1 a.b.c=1
-@file train.steps
-data.path="a optim.betas=0.9,0.95 train.steps=true train.steps=1.5 train.steps=1979-05-27 --dry -
-model.overrides=1 model.overrides.=1 --deepspeed --config --deepspeed= --config= --local_rank=x ---
---deepspeed=nowhere.json --config=nowhere.toml --local_rank -x --seq-len=3 --num_gpus=2 \ud800=1
-optim.groups=[{pattern='('}] optim.cycles=1000000000 ds.pipeline.partition=[[]] resume.allow=[1]
-profile.steps=5:1 guard.spike_window=9223372036854775808 model.overrides.num_hidden_layers=100000000
-model.overrides.hidden_size=0 train.\u0435=1 model.overrides.num_attention_heads=0
-ds.zero_optimization.stage=true
-model.overrides.model_type=xlstm|model.overrides.vocab_size=x""".split()
-_LISTED = [*"""train={} train={steps=1} ds={} --keys -- -h optim.lr=nan optim.lr=-inf optim.lr=1e999
-data.seq_len=1000000000 train.epochs=1e300
---local-rank=99999999999 train.global_batch=16777216 train.steps=100000000 model.overrides.a.b.c=1
-train.tokens=999999999999999999 ds.pipeline.stages=1000000""".split(), "", "train.steps =1",
-           *(f"optim.betas={raw.decode()}" for raw in values.RAW),
-           "train.steps=1\ntrain.seed=2", "ds." + ".".join(["a"] * 3000) + "=1"]  # fmt: skip
+_KEYS = (*known_keys(), *(f"ds.{key}" for key in _TABLES["ds_keys"].split()))
+_REFUSED: list[str] = escaped(_TABLES["refused"]).split()  # | separates words
+_LISTED = [*_TABLES["listed"].split(), "", "train.steps =1", "train.steps=1\ntrain.seed=2"]
+_LISTED += [*(f"optim.betas={raw.decode()}" for raw in values.RAW), f"ds.{'a.' * 2999}a=1"]
 _JSONS = [json.loads(path.read_text()) for path in sorted(REPOSITORY.glob("ds_configs/*.json"))]
-_JSONS.append({"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {
-    "type": "Adam", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": "auto"}}})  # fmt: skip
+_JSONS.append(_TABLES["json"])
 _MODELS: list[dict[str, Any]] = [
     {"model_type": model_type, **keys} for model_type, keys in _TABLES["models"].items()
 ]
@@ -137,32 +115,8 @@ def test_a_config_that_is_no_regular_file_is_refused(planned: Any, kind: str) ->
         assert planned([argument]) == 2
 
 
-# Per tool: wrong arguments, separated by |.
-_TOOLS = """\
-tools.estimate_memory: --plot=a.txt|--plot=/dev/null/x.svg|--sweep|--sweep=micro_batch=9..1|--gpu=x
-tools.estimate_memory: --sweep=x=1..2|--sweep=seq_len=1..99999999999999|--sweep=|--gpus=x|--gpus=0
-tools.estimate_memory: --sweep=micro_batch=1..10000000|--sweep=gpus=1..|--micro-batch=-1
-tools.show_layout: --plot=x|--gpus=0|--gpus=x|--gpu=x|--bogus
-tools.plot_schedule: --steps -1|--steps x|--steps 900000000000000000000|--plot x.gif|train.epochs=2
-tools.plot_schedule: train.steps=100000000|ramp.batch_from=8 ramp.batch_tokens=100000
-tests.gates.check_parity: --cells x|--cells|--bogus|x
-tests.gates.check_checkpoints: --cells x|--bogus|--cells \udcff
-tests.gates.measure_memory: --cells x|--bogus|--out
-tools.rehearse: --gpus x|--gpus 0|--ranks 0|--bogus|--ranks
-tools.find_lr: --from 1 --to 0|--from x|--steps -1|--plot x|optim.lr=-1
-tools.preflight: --bogus|--deepspeed|optim.lr=-1|x
-tools.show_batch: nowhere --step 1|.|. --step 0|. --step x
-tools.export_hf: nowhere||.|. --step x|\udcff|secret.txt|. --shard-size -1GB|. --shard-size 0
-tools.import_checkpoint: nowhere --out x||.|. --out x
-tools.tokenize_data: --workers=0|--workers=x|--task=3|--tasks=0|--out=|--out=/dev/null/x|--bogus
-tools.clean_data: corpus new --recipe=nowhere|corpus new x.y=1|corpus new url=1|--bogus
-tools.clean_data: corpus new --recipe=secret.txt|corpus new bad_words.file=x|corpus new --workers=0
-tools.train_tokenizer: corpus new --vocab-size=1|corpus new --vocab-size=99999999999|corpus new x
-""".splitlines()
-
-
 @GATE
-@pytest.mark.parametrize("line", _TOOLS)
+@pytest.mark.parametrize("line", escaped(_TABLES["tools"]).split("\n")[:-1])
 def test_wrong_arguments_of_a_tool_are_refused(place: Path, line: str) -> None:
     tool, _, wrong = line.partition(": ")
     for words in wrong.split("|"):
@@ -187,10 +141,8 @@ def _is_document_or_problem(record: Any) -> None:
 
 @MANY
 def test_a_changed_record_is_a_document_or_a_problem(count: int) -> None:
-    records = (
-        st.sampled_from(_RECORDS).flatmap(values.changed).filter(lambda new: type(new) is dict)
-    )
-    each(count * 5, records, _is_document_or_problem)
+    changed = st.sampled_from(_RECORDS).flatmap(values.changed)
+    each(count * 5, changed.filter(lambda new: type(new) is dict), _is_document_or_problem)
     for other in (other for record in _RECORDS for other in values.variants(record)):
         _is_document_or_problem(other)
 
@@ -207,12 +159,7 @@ def main(argv: list[str]) -> int:
     return {"leaked": 0, "code": 4}.get(how, 2)
 
 
-_FAULTS = (
-    "raise:traceback memory:traceback wait:hang executed written leaked code:exit os:exit exit"
-)
-
-
-@pytest.mark.parametrize("how", _FAULTS.split())
+@pytest.mark.parametrize("how", _TABLES["faults"].split())
 def test_a_broken_rule_is_reported(place: Path, how: str) -> None:
     (fault,) = tried(__name__, [how.split(":")[0]], limit_s=5)[2]
     assert fault.startswith(how.split(":")[-1])

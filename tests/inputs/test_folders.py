@@ -40,6 +40,7 @@ USES: dict[str, tuple[str, list[str]]] = {
     for name, use in beside(__file__, "uses.toml").items()
 }
 each_use = pytest.mark.parametrize("use", USES)
+_TABLES = beside(__file__, "folders.toml")
 
 
 def _use(name: str, note: object = "") -> int:
@@ -203,42 +204,25 @@ def _text(data: bytes, path: str = "corpus/7.txt") -> Callable[[], object]:
     return lambda: Path(path).write_bytes(data)
 
 
-_INDEX_OF_SHARDS = "sharded/model.safetensors.index.json"
-_INDEX_OF_PIECES = "run/checkpoints/step-00000002/index.json"
+_CHANGES: dict[str, Callable[..., Any]] = {"set": _set, "elsewhere": _elsewhere, "plant": _plant}
+_CHANGES |= {"link": _link, "folder": lambda path: Path(path).mkdir}
 # Changes of valid inputs: those that must be refused, and others.
 _REFUSED: list[tuple[str, Callable[[], object]]] = [
-    *(("shards", _set(_INDEX_OF_SHARDS, name, "weight_map", "lm_head.weight")) for name in (
-      "../secret.txt", ".", "/etc/hostname", "w.bin", _INDEX_OF_SHARDS, 1, None, [], "\0", "a" * 300
-      )),
-    ("shards", _elsewhere("sharded/*.safetensors")),
-    ("weights", _elsewhere("run/export/model.safetensors")),
+    *((use, _CHANGES[change](*words)) for use, change, *words in _TABLES["refused"]),
     ("weights", _text(LFS_POINTER, "run/export/model.safetensors")),
-    *(("weights", _plant("run/export", *names)) for names in (
-      ["pytorch_model.bin"], ["model.safetensors"], ["adapter_model.bin"], ["model.bin", "x"])),
-    *(("init", _set(_INDEX_OF_PIECES, value, "", "at", 0, at)) for at, value in (
-      (2, "../../../secret.txt"), (2, 1), (0, -1), (2, "/etc/hostname"), (1, 1), (1, 10**12),
-      (1, True))),
-    ("init", _elsewhere("run/checkpoints/step-00000002/rank-*.safetensors")),
-    ("tokenizer", _set("run/tokenizer/tokenizer_config.json", [9], "model_max_length")),
     ("texts", lambda: [path.write_text("") for path in Path("corpus").iterdir()]),
     ("texts", lambda: [path.unlink() for path in Path("corpus").iterdir()]),
     *((f"tokens.{end}", _text(b"\xff\xff" * 5000, f"tokens.{end}")) for end in ("bin", "idx")),
-]  # fmt: skip
+]
 _OTHERS: list[tuple[str, Callable[[], object]]] = [
-    ("weights", _plant("run/export")),
-    *((use, _plant("run/tokenizer")) for use in ("tokenizer", "chats", "tools.export_hf")),
-    *(("tools.export_hf", _link(f"run/tokenizer/{name}", target)) for name, target in (
-      ("vocab.txt", "../../secret.txt"), ("m", "../.."), ("additional_chat_templates", "../.."))),
+    *((use, _CHANGES[change](*words)) for use, change, *words in _TABLES["others"]),
     ("resume", _text(b"../../x", "run/checkpoints/latest")),
-    *(("resume", lambda name=name: Path("run/checkpoints", name).mkdir()) for name in (
-      "step-00000009", "step-x", f"step-{'9' * 40}", ".step-00000003", "step-00000003.unfinished")),
     *(("resume", _text(data, "run/lock")) for data in (b"{", b'{"pid": "1"}', b"[]")),
     *(("texts", _text(data)) for data in (
       b"", b"\xff\xfea\0", "ü".encode("latin-1"), bytes(10**5), b"x" * 10**6, b"\xed\xa0\x80",
       b"</s><s><unk>" * 500, "a".encode("utf-32"), LFS_POINTER)),
     *(("texts", _text(b"a b c\n" * 99, f"corpus/{name}")) for name in ("a.JSONL", "a.csv", ".a",
       "a.parquet", "a.pt", "a.tar", "a.txt.gz", "a.png", "\udcff\n.txt")),
-    *(("texts", _link("corpus/a.txt", target)) for target in (".", "..", "a.txt", "/dev/zero")),
     ("texts", lambda: Path("corpus", *"abcdefgh" * 20).mkdir(parents=True)),
 ]  # fmt: skip
 
@@ -299,33 +283,18 @@ def write_checkpoint(stage: int, trees: list[Any] | None = None) -> list[Path]:
     return paths
 
 
-_CODE, _FRAGMENT = f"import os; os.mkdir({MARKER!r})", "deepspeed.utils.tensor_fragment"
-
-
 def _text_in_pickle(text: str) -> bytes:
+    text = text.format(marker=MARKER, code=f"import os; os.mkdir({MARKER!r})")
     return b"X" + struct.pack("<I", len(text)) + text.encode()
 
 
-# Dicts, as pickles, whose value is the call of a global with texts. torch reads these opcodes.
-_PAYLOADS = [
-    b"\x80\x02}%bc%b\n(%btRs." % (_text_in_pickle("optimizer_state_dict"), path.encode(), texts)
-    for name, *words in (
-        ("posix mkdir", MARKER), ("os mkdir", MARKER), ("builtins exec", _CODE),
-        ("__builtin__ exec", _CODE), ("builtins eval", f"__import__('os').mkdir({MARKER!r})"),
-        ("posix system", f"touch {MARKER}"), ("nt system", f"touch {MARKER}"),
-        ("subprocess getoutput", f"touch {MARKER}"), ("pathlib Path.touch", MARKER),
-        ("builtins open", MARKER, "w"), ("shutil copyfile", "/etc/hostname", MARKER),
-        ("torch.serialization load", MARKER), ("torch.hub load", MARKER), ("torch Tensor",),
-        ("torch._dynamo.guards eval", _CODE), ("operator attrgetter", "system"),
-        ("torch device", "nowhere"), ("torch._utils _rebuild_tensor_v2", MARKER),
-        ("collections OrderedDict", MARKER), ("torch.nn.parameter Parameter",),
-        (f"{_FRAGMENT} fragment_address", MARKER), ("functools partial", MARKER),
-        ("deepspeed.runtime.zero.config ZeroStageEnum", "x"),
-        ("deepspeed.runtime.fp16.loss_scaler LossScaler", MARKER),
-        ("deepspeed.runtime.fp16.loss_scaler LossScaler.__init__", MARKER),
-    )
-    for path, texts in [(name.replace(" ", "\n"), b"".join(map(_text_in_pickle, words)))]
-]  # fmt: skip
+def _pickle(name: str, *words: str) -> bytes:
+    """Return a dict whose value is the call of a global with texts. torch reads these opcodes."""
+    path, texts = name.replace(" ", "\n").encode(), b"".join(map(_text_in_pickle, words))
+    return b"\x80\x02}%bc%b\n(%btRs." % (_text_in_pickle("optimizer_state_dict"), path, texts)
+
+
+_PAYLOADS = [_pickle(*row) for row in _TABLES["payloads"]]
 
 
 def _imports(note: object = "") -> int:
@@ -401,8 +370,6 @@ _READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
     "status.json": (read_object, b'{"step": 2, "state": "running"}'),
     "metrics.jsonl": (lambda path: [*read_lines(path, "step")], b'{"step": 1, "loss": 2}\n' * 3),
 }
-
-
 _READABLE = ("missing", "a link to nowhere", "a link to a secret")
 
 

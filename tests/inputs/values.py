@@ -1,4 +1,3 @@
-# ruff: noqa: SIM905
 """Strategies: hostile JSON values, changed trees, damaged bytes and spoiled files."""
 
 import gzip
@@ -15,24 +14,26 @@ from typing import Any
 from hypothesis import strategies as st
 
 from harness.config.assignments import value_as_text
+from tests.tables import beside
 
 Draw = Callable[[st.SearchStrategy[Any]], Any]
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/v1\noid sha256:4d7a2146\nsize 12345\n"
-PATHS = (
-    *"|.|..|nowhere|/dev/null|/dev/null/x|/dev/zero|/dev/full|~nosuchuser/x|*.txt|\udcff|a\nb|a\tb|"
-    "https://x/y.jsonl|-|/sys/x|/proc/self/mem|/proc/self/fd/0|/proc/nowhere|@|@1|x@99999999999|"
-    "secret.txt|secret.txt/x|run|run/checkpoints|run@1|run@99|run@x|run@-1|run@2@2".split("|"),
-    *("s" * 300, "a/" * 3000),
-)
+
+
+def escaped(text: str) -> str:
+    """Return a text whose escapes are Python's."""
+    return text.encode("ascii").decode("unicode_escape")
+
+
+_TABLES = beside(__file__, "values.toml")
+PATHS = (*escaped("".join(_TABLES["paths"])).split("|"), "s" * 300, "a/" * 3000)
 _NUMBERS = (
     *(-1, 0, 1, 2, 3, 64, 1000, 65_536, 10**6, 10**8, 10**9, 2**31, 2**32, 2**53 + 1, 2**63 - 1),
     *(2**63, 2**64, 10**30, -(10**30), 10**310, 0.0, -0.0, 0.5, -1.5, 1e-30, 5e-324, 1.7e308, 3e9),
 )
 TEXTS = (
-    *"| |auto|none|null|true|1e3|x|None|nan|cpu|adamw|fp16|os.system|../..|/|/dev/null|.|%s%n|a=b|"
-    "*|~nosuchuser/x|$(touch executed)|`touch executed`|{0.__class__}|${HOME}|ü|数据|\u202egnp|"
-    "\x00|[|a\x00b|\x1b[31m|\n|\ufeff|\ud800|(a+)+$|\\|'|\"|1:2|10:5|/proc/self/mem".split("|"),
+    *escaped("".join(_TABLES["texts"])).split("|"),
     *("a" * 20_000, "x/" * 2500, "word " * 100_000, "</s><s><unk>" * 500),
 )
 RAW = (b"9" * 5000, b"NaN", b"-Infinity", b"1e999", b"[" * 3000 + b"]" * 3000,
@@ -108,15 +109,8 @@ def damaged(draw: Draw, data: bytes) -> bytes:
     parts = (b"", bytes(end - start), b"\xff" * 8, b"\xfc", b"\\ud800", b"// a comment\n", b",")
     part = st.sampled_from((*parts, b'"', b"}\n{", b"\x1b", *RAW))
     wholes = (
-        *(
-            b"",
-            data[:1],
-            b" \n\t\n",
-            bytes(len(data)),
-            data + data,
-            gzip.compress(data, 1, mtime=0),
-        ),
-        *(b"<html>404", LFS_POINTER, b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n")),
+        *(b"", data[:1], b" \n\t\n", bytes(len(data)), data + data, b"<html>404", LFS_POINTER),
+        *(gzip.compress(data, 1, mtime=0), b"\xef\xbb\xbf" + data, data.replace(b"\n", b"\r\n")),
         *(data.decode("latin-1").encode("utf-16"), data.replace(b'"', b"'"), data + b"\0"),
         *(b"[" * 100_000, b'{"a":' * 50_000, b" " * 10**6 + data, b"cposix\nsystem\n(S'x'\ntR."),
     )

@@ -20,31 +20,20 @@ from tests.gates import jobs
 from tests.real_runs import environment, imported, wait_for
 from tests.tables import beside
 
-_ONE_FAILS = """
-import os, sys, time
-if os.environ["RANK"] == sys.argv[1]:
-    sys.exit(7)
-time.sleep(600)
-"""
+TABLES = beside(__file__, "ranks.toml")
+SCRIPTS, USERS = TABLES["scripts"], TABLES["users"]
 
 
 @pytest.mark.parametrize("failing", [0, 1])
 def test_whichever_rank_fails_the_other_does_not_outlive_it(failing: int) -> None:
     """Nor does it wait for a rank that waits for the failed one."""
-    with started([sys.executable, "-c", _ONE_FAILS, str(failing)], 2) as group:
+    with started([sys.executable, "-c", SCRIPTS["one_fails"], str(failing)], 2) as group:
         ended = group.wait(limit_s=120.0, patience_s=0.1)
     assert (ended.codes[failing], ended.codes[1 - failing]) == (7, None)
     assert max(ended.seconds) < 120.0
     assert group.processes[1 - failing].returncode == -signal.SIGTERM
 
 
-# It ignores SIGTERM, as does its child in another session, which becomes an orphan.
-_HANGS = """#!/bin/sh
-trap '' TERM
-setsid sleep 1000 &
-echo $$ $! >> {pids}
-while true; do sleep 1; done
-"""
 _STARTS_ANOTHER = "read line; sleep 1000 & echo $!; wait"
 _FORKED = "import os, sys; os.execv(sys.argv[1], sys.argv[1:])"
 
@@ -54,7 +43,7 @@ def hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a program that hangs with a child, and writes both pids to the file `pids`."""
     monkeypatch.setattr(ranks, "ENDING_S", 0.3)
     program = tmp_path / "hangs"
-    program.write_text(_HANGS.format(pids=tmp_path / "pids"))
+    program.write_text(SCRIPTS["hangs"].format(pids=tmp_path / "pids"))
     program.chmod(0o755)
     (tmp_path / "forked.py").write_text(_FORKED)
     return program
@@ -115,18 +104,6 @@ def test_nothing_outlives_its_block(way: str, end: str, hangs: Path) -> None:
     beside.communicate()
 
 
-USERS = beside(__file__, "ranks.toml")
-_USER = """
-import os, signal, sys
-from pathlib import Path
-from harness.launch import ranks
-ranks.ENDING_S = 0.3
-os.chdir(sys.argv[2])
-sys.executable = sys.argv[1]
-signal.signal(signal.SIGINT, signal.default_int_handler)
-"""
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("user", USERS)
 def test_processes_end_with_their_user(
@@ -134,7 +111,7 @@ def test_processes_end_with_their_user(
 ) -> None:
     """After SIGKILL, which leaves no time for more, only those that it started itself."""
     (here := tmp_path / "here").mkdir()
-    (script := tmp_path / "user.py").write_text(_USER + USERS[user]["script"])
+    (script := tmp_path / "user.py").write_text(SCRIPTS["user"] + USERS[user]["script"])
     zygote, _ = imported()
     variables = environment(TMPDIR=str(tmp_path))
     words = [str(hangs), str(here)]

@@ -3,6 +3,7 @@
 import json
 import tomllib
 from pathlib import Path
+from typing import Any
 
 from harness.launch.verbs import verbs
 from tests.real_runs import REPOSITORY
@@ -10,20 +11,7 @@ from tests.run_tools import printed
 from tests.tables import beside
 from tests.test_tool_arguments import HEAVY
 
-# Runs each list of words as the script of the entry point does, all in one process.
-RUN = """
-import contextlib, importlib, io, json, sys
-(module, name), heavy, rows = sys.argv[1].split(":"), {*sys.argv[2].split()}, sys.argv[3]
-for words in json.loads(rows):
-    sys.argv, shown = ["/bin/decoder-harness", *words], io.StringIO()
-    with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
-        try:
-            code = getattr(importlib.import_module(module), name)()
-        except SystemExit as end:
-            code = end.code
-    print(json.dumps([code, " ".join(shown.getvalue().split()), *(heavy & sys.modules.keys())]))
-"""
-OTHERS = beside(__file__, "verbs.toml")["refused_and_passed_on"]
+TABLES = beside(__file__, "verbs.toml")
 
 
 def test_every_verb_works_in_an_empty_folder(tmp_path: Path) -> None:
@@ -31,9 +19,10 @@ def test_every_verb_works_in_an_empty_folder(tmp_path: Path) -> None:
     ((name, entry),) = project["scripts"].items()
     assert name == project["name"]  # no other distribution installs it
     helps = {v: "train.py" if v == "train" else f"{name} {v}" for v in verbs()}
-    rows = [*((f"{verb} --help", 0, f"usage: {prog}") for verb, prog in helps.items()), *OTHERS]
+    rows: list[Any] = [[f"{verb} --help", 0, f"usage: {prog}"] for verb, prog in helps.items()]
+    rows += TABLES["refused_and_passed_on"]
     asked = json.dumps([words.split() for words, *_ in rows])
-    lines = printed(RUN, entry, " ".join(HEAVY), asked, cwd=tmp_path).splitlines()
+    lines = printed(TABLES["run"], entry, " ".join(HEAVY), asked, cwd=tmp_path).splitlines()
     for (words, code, text), line in zip(rows, lines, strict=True):
         ended, shown, *loaded = json.loads(line)
         assert (ended, text in shown, loaded) == (code, True, []), (words, shown)

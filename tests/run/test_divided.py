@@ -3,7 +3,6 @@
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -13,35 +12,31 @@ from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, events
 from tests.run.features import Runs, in_gate
 from tests.run.test_features import lines_of
+from tests.tables import beside
 
 Train = Callable[..., tuple[Outcome, RunFolder]]
-SIZES = {
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "head_dim": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
-GPT2 = {"vocab_size": 8192, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+MODELS = beside(__file__, "divided.toml")["models"]
 TENSORS = "ds.tensor_parallel.autotp_size=2"
 
 
 @pytest.fixture
 def train(zygote: Zygote, data: list[str], tmp_path: Path) -> Train:
-    """Return a function that trains a model, by default the small one, in stages."""
+    """Return a function that trains a model, by default the small one, in stages until all ranks
+    end with a code.
+    """
 
     def run(
-        *words: str, model: dict[str, Any] | None = None, defect: str | None = None, ranks: int = 2
+        *words: str, model: str = "", defect: str = "", ranks: int = 2, code: int = 0
     ) -> tuple[Outcome, RunFolder]:
-        folder = RunFolder(tmp_path / "run")
-        (tmp_path / "config.json").write_text(json.dumps(model))
-        named = (f"model.name={tmp_path / 'config.json'}",) if model else SMALL_MODEL
+        folder, path = RunFolder(tmp_path / "run"), tmp_path / "config.json"
+        path.write_text(json.dumps({"model_type": model, **MODELS.get(model, {})}))
+        named = (f"model.name={path}",) if model else SMALL_MODEL
         stages = f"--deepspeed={REPOSITORY / 'ds_configs' / 'pipeline2.json'}"
         arguments = [stages, *named, *SHORT_RUN, *data, f"run.dir={folder.path}", *words]
         fault = {"defect": defect} if defect else None
-        return zygote.run(arguments, tmp_path / "logs", fault, ranks), folder
+        ended = zygote.run(arguments, tmp_path / "logs", fault, ranks)
+        assert ended.codes == [code] * ranks, ended.output
+        return ended, folder
 
     return run
 
@@ -63,10 +58,8 @@ def test_each_rank_holds_what_was_predicted(layout: str, runs: Runs) -> None:
 
 
 def test_stages_that_compute_something_else_are_refused(train: Train) -> None:
-    ended, run = train(
-        "model.overrides.num_hidden_layers=4", defect="a stage's layers in the wrong order"
-    )
-    assert ended.codes == [2, 2], ended.output
+    defect, layers = "a stage's layers in the wrong order", "model.overrides.num_hidden_layers=4"
+    ended, run = train(layers, defect=defect, code=2)
     assert "does not train correctly in stages" in ended.output
     assert not run.checkpoints_dir.exists()
 
@@ -74,11 +67,8 @@ def test_stages_that_compute_something_else_are_refused(train: Train) -> None:
 @pytest.mark.parametrize("stages", [1, in_gate(2)])
 def test_tensor_plan_that_omits_a_weight_is_rejected_at_step_1(stages: int, train: Train) -> None:
     words = ("layout.verify=false", f"ds.pipeline.stages={stages}", TENSORS)
-    model = {**SIZES, "model_type": "qwen3", "vocab_size": 512}
-    ended, run = train(
-        *words, model=model, defect="the gradient of a head's norm not summed", ranks=2 * stages
-    )
-    assert ended.codes == [2] * (2 * stages), ended.output
+    defect = "the gradient of a head's norm not summed"
+    ended, run = train(*words, model="qwen3", defect=defect, ranks=2 * stages, code=2)
     assert "tensor-parallel ranks differ, model.layers." in ended.output
     assert "k_norm.weight by" in ended.output
     assert not list(run.checkpoints_dir.glob("step-*"))
@@ -87,8 +77,7 @@ def test_tensor_plan_that_omits_a_weight_is_rejected_at_step_1(stages: int, trai
 @pytest.mark.gate("runs")
 def test_tied_weights_of_a_family_with_dropout_keys_are_compared(train: Train) -> None:
     """GPT-2's config names a dropout that its language model lacks."""
-    ended, run = train("model.dropout=0", model={**GPT2, "model_type": "gpt2"})
-    assert ended.codes == [0, 0], ended.output
+    _, run = train("model.dropout=0", model="gpt2")
     (verified,) = events(run, "verified")
     assert verified["grad_norm"] == pytest.approx(lines_of(run)[1]["grad_norm"], rel=1e-5)
 
@@ -96,17 +85,14 @@ def test_tied_weights_of_a_family_with_dropout_keys_are_compared(train: Train) -
 @pytest.mark.gate("runs")
 def test_underivable_weights_are_rejected_by_all_data_ranks(train: Train) -> None:
     """Of two ranks of a stage, one draws the weights and finds out; the other waits for them."""
-    model = {**SIZES, "model_type": "apertus", "vocab_size": 8192, "pad_token_id": 0}
-    ended, _ = train(model=model, ranks=4)
-    assert ended.codes == [2] * 4, ended.output
+    ended, _ = train(model="apertus", ranks=4, code=2)
     assert "uninitialised" in ended.output
 
 
 @pytest.mark.gate("runs")
 def test_four_stages_train_where_verification_is_not_wanted(train: Train) -> None:
     words = ("ds.pipeline.stages=4", "model.overrides.num_hidden_layers=5", "layout.verify=false")
-    ended, run = train(*words, ranks=4)
-    assert ended.codes == [0] * 4, ended.output
+    _, run = train(*words, ranks=4)
     (event,) = events(run, "not_verified")
     assert event["message"] == "layout.verify is false"
     (engine,) = events(run, "engine")

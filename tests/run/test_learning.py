@@ -12,14 +12,9 @@ from harness.plan.command import parse_command, plan_from
 from harness.runfolder import RunFolder
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.real_runs import REPOSITORY, TRAIN, events, start, wait
+from tests.tables import beside
 
-# A twelfth of the default's samples per step, a larger rate, and fewer steps: enough to be a nat
-# below the unigram loss. After 120 steps text is half a nat below it, which shuffled targets never
-# reach.
-SETTINGS = (
-    *("train.global_batch=4", "optim.lr=1e-3"),
-    *("eval.every=0", "sample.tokens=0", "save.export=false"),
-)
+WORDS = {name: text.split() for name, text in beside(__file__, "learning.toml").items()}
 JOBS: dict[str, tuple[list[object], int]] = {
     "text": ([TRAIN], 220),
     "shuffled": (["-m", "tests.run.learning_job"], 120),
@@ -34,7 +29,7 @@ def test_default_job_learns_but_not_shuffled_targets(tmp_path: Path) -> None:
     jobs = []
     for name, (program, steps) in JOBS.items():  # each has one thread; they share the machine
         words = [f"--deepspeed={FP32}", f"run.dir={tmp_path / name}", f"train.steps={steps}"]
-        command = [sys.executable, *program, *words, *SETTINGS]
+        command = [sys.executable, *program, *words, *WORDS["brief"]]
         jobs.append(start(command, tmp_path, ranks=1, logs=tmp_path / f"{name}-logs"))
     for job in jobs:
         wait(job, timeout_s=1500).succeeded()
@@ -79,11 +74,7 @@ def test_held_out_loss_follows_training_with_carried_state(tmp_path: Path) -> No
     words = (
         *(f"model.name={tmp_path / 'config.json'}", f"run.dir={tmp_path / 'run'}"),
         *(f"data.path={tmp_path / 'texts.jsonl'}", f"data.cache_dir={tmp_path / 'cache'}"),
-        f"data.tokenizer={write_number_tokenizer(tmp_path / 'tokenizer')}",
-        *("train.carry_state=true", "data.seq_len=8", "data.held_out=0.2", "eval.samples=64"),
-        *("train.steps=400", "train.global_batch=16", "train.micro_batch=16", "optim.lr=0.01"),
-        *("optim.schedule=constant", "optim.warmup_steps=0", "eval.every=100", "log.every=50"),
-        *("sample.tokens=0", "log.report=false", "ds.bf16.enabled=false"),
+        *(f"data.tokenizer={write_number_tokenizer(tmp_path / 'tokenizer')}", *WORDS["carried"]),
     )
     command = [sys.executable, TRAIN, "--deepspeed", FP32, *words]
     wait(start(command, tmp_path, ranks=1), timeout_s=1500).succeeded()

@@ -27,19 +27,10 @@ from harness.run.meter import Meter, expert_load, monitor_events
 from harness.run.progress import Progress
 from harness.run.reporting import explain_out_of_memory
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
-LINE: dict[str, Any] = {
-    "step": 5,
-    "samples": 40,
-    "loss": 2.5,
-    "grad_norm": 1.25,
-    "learning_rate": 1e-3,
-    "step_time_s": 2.0,
-    "tokens_per_s": 1234.5,
-    "mfu": None,
-    "loss_scale": 1.0,
-    "skipped_steps": 0,
-}
+TABLES = beside(__file__, "meter.toml")
+LINE: dict[str, Any] = TABLES["line"]
 
 
 class _Terminal(io.StringIO):
@@ -65,14 +56,7 @@ def test_step_line_is_plain_or_updates_on_a_terminal() -> None:
     assert len(shorter) >= len(longer)  # covers what was there
 
 
-@pytest.mark.parametrize(
-    ("line", "parts", "others"),
-    [
-        ({}, ("5/100", "loss 2.5000", "norm 1.250", "1,234 tokens/s", "3:10 left"), "mfu scale"),
-        ({"mfu": 0.412}, ("mfu 41.2%",), "scale"),
-        ({"loss_scale": 1024.0, "skipped_steps": 3}, ("scale 1024 skipped 3",), "mfu"),
-    ],
-)
+@pytest.mark.parametrize(("line", "parts", "others"), TABLES["lines"])
 def test_a_line_tells_what_is_known(line: dict[str, Any], parts: Any, others: str) -> None:
     text = shown(io.StringIO(), {**LINE, **line})
     assert [part for part in parts if part not in text] == []
@@ -96,24 +80,13 @@ def test_a_console_that_is_gone_does_not_end_a_run() -> None:
     code = "from harness.run.progress import Progress\nprogress = Progress(True)\n"
     code += "for _ in range(3):\n    progress.say('x' * 10_000)\n"
     with Path("/dev/full").open("w") as full:
-        done = subprocess.run(
-            [sys.executable, "-c", code], cwd=REPOSITORY, stdout=full, check=False
-        )
-    assert done.returncode == 0
+        subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, stdout=full, check=True)
 
 
 # --- the load of experts ---
 
 
-@pytest.mark.parametrize(
-    ("tokens", "largest", "entropy"),
-    [
-        ([[7] * 4, [7] * 4], 1.0, 1.0),  # all equal
-        ([[0, 9, 0, 0]], 4.0, 0.0),  # one gets all
-        ([[5, 5], [10, 0]], 2.0, 0.5),  # the worst layer, and the mean
-        ([[0, 0]], 0.0, 0.0),
-    ],
-)
+@pytest.mark.parametrize(("tokens", "largest", "entropy"), TABLES["experts"])
 def test_expert_load_is_logged(tokens: list[list[int]], largest: float, entropy: float) -> None:
     load = {name: float(value) for name, value in expert_load(torch.tensor(tokens)).items()}
     assert load == pytest.approx({"expert_load_max": largest, "expert_load_entropy": entropy})
@@ -159,13 +132,10 @@ def test_without_an_estimate_nothing_is_counted(monkeypatch: pytest.MonkeyPatch)
 
 def test_mfu_is_unknown_without_gpu_flops_or_an_own_gpu() -> None:
     plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))
-    unknown_gpu = replace(plan, world=World(gpu="another"))
-    shared_gpu = replace(plan, world=replace(plan.world, ranks_per_gpu=2))
-    mfus = [
-        Meter(a_plan).line(torch.zeros(()), 0.0, 0, {})["mfu"]
-        for a_plan in (plan, unknown_gpu, shared_gpu, replace(plan, shape=None))
-    ]
-    assert mfus == [0.0, None, None, None]
+    worlds = World(gpu="another"), replace(plan.world, ranks_per_gpu=2)
+    others = [replace(plan, shape=None), *(replace(plan, world=world) for world in worlds)]
+    lines = [Meter(each).line(torch.zeros(()), 0.0, 0, {}) for each in (plan, *others)]
+    assert [line["mfu"] for line in lines] == [0.0, None, None, None]
 
 
 def test_out_of_memory_advice_fits_a_share_of_the_gpu(
@@ -175,12 +145,9 @@ def test_out_of_memory_advice_fits_a_share_of_the_gpu(
     config = RunConfig.model_validate({"model": {"name": "llama-1b"}})
     plan = make_plan(config, {"zero_optimization": {"stage": 1}}, world)
     failures: list[str] = []
-    run: Any = SimpleNamespace(
-        plan=plan,
-        engine=SimpleNamespace(device=torch.device("cuda")),
-        state=SimpleNamespace(step=1),
-        folder=SimpleNamespace(append_failure=lambda *_, message, **__: failures.append(message)),
-    )
+    run: Any = mock.Mock(plan=plan, state=SimpleNamespace(step=1))
+    run.engine.device = torch.device("cuda")
+    run.folder.append_failure = lambda *_, message, **__: failures.append(message)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (0, 79 << 30))
     monkeypatch.setattr(torch.cuda, "memory_summary", lambda *_, **__: "")
     explain_out_of_memory(run)
@@ -250,15 +217,10 @@ def test_sample_ends_at_length_stop_time_or_nonfinite_logits() -> None:
 def unused_rows(
     source: str | None, tokenizer: str | None, used: int = 8192, run_dir: Path | None = None
 ) -> list[dict[str, Any]]:
-    config = SimpleNamespace(
-        model=SimpleNamespace(init_from=source),
-        data=SimpleNamespace(tokenizer=tokenizer),
-        run=SimpleNamespace(dir=run_dir),
-    )
-    grid, model_config = SimpleNamespace(tensor=6), {"vocab_size": 50_257}
-    plan: Any = SimpleNamespace(config=config, model_config=model_config, grid=grid)
-    data: Any = SimpleNamespace(vocab_size=used)
-    return _vocabulary(plan, data)
+    plan: Any = mock.Mock(model_config={"vocab_size": 50_257}, grid=SimpleNamespace(tensor=6))
+    plan.config.model.init_from, plan.config.data.tokenizer = source, tokenizer
+    plan.config.run.dir = run_dir
+    return _vocabulary(plan, mock.Mock(vocab_size=used))
 
 
 @pytest.mark.parametrize("source", ["export", "run", "owner/model", "bare"])

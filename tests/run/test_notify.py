@@ -20,6 +20,7 @@ from tests.real_runs import wait_for
 from tests.tables import beside
 
 SECRET = "T0/B1/s3cret"
+TABLES = beside(__file__, "notify.toml")
 
 
 @contextlib.contextmanager
@@ -90,27 +91,18 @@ def test_no_progress_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         assert len(notices) == 2
 
 
-@pytest.mark.parametrize("what", ["status", "gone", "user", "exit code", "slow", "unset", "folder"])
+@pytest.mark.parametrize("what", TABLES["failures"])
 def test_a_failure_is_one_line_without_secrets(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(notify, "LIMIT_S", 0.5 if what == "slow" else 10.0)
     with webhook(500) as (address, _):
         pass
+    target, text = TABLES["failures"][what]
+    words = {"gone": address, "gone_host": address.partition("//")[2], "secret": SECRET}
+    words["hook"] = "$NO_SUCH_HOOK"  # in TOML it would name a part
     with webhook(500) as (broken, _):
-        target, text = {
-            "status": (broken, "127.0.0.1"),
-            "gone": (address, "refused"),
-            "user": (
-                address.replace("//", f"//me:{SECRET.rpartition('/')[2]}@"),
-                "notify http://127",
-            ),
-            "exit code": (f"test {SECRET} = other", "exit code 1"),
-            "slow": (f"sleep 60 # {SECRET}", "longer than 0.5 s"),
-            "unset": ("$NO_SUCH_HOOK", "exit code"),
-            "folder": (f"{tmp_path}/none/run.prom", "No such file"),
-        }[what]
-        begin = time.monotonic()
+        target, begin = target.format(broken=broken, folder=tmp_path, **words), time.monotonic()
         with notifying(target, tmp_path) as (notifier, _, lines):
             notifier.tell("done", 0)
             wait_for(lambda: lines, "the line", 30)
@@ -150,8 +142,6 @@ def test_prometheus_reads_the_newest_state(tmp_path: Path, monkeypatch: pytest.M
     assert lines == []
 
 
-@pytest.mark.parametrize(
-    ("target", "shown"), [*beside(__file__, "notify.toml")["shown"], ("$HOOK", "$HOOK")]
-)
+@pytest.mark.parametrize(("target", "shown"), [*TABLES["shown"], ("$HOOK", "$HOOK")])
 def test_a_target_is_shown_without_secrets(target: str, shown: str) -> None:
     assert printable(target) == shown

@@ -84,12 +84,8 @@ def test_run_equals_a_plain_training_loop(
     spec = DataSpec.of_run(recorded_run(plan["run"]), plan["model_config"])
     read = build_data(spec)
     assert read.train.holds_whole_documents == (kind == "pairs")
-    task = Task(
-        STEPS,
-        lambda step: read.train.batch(step * GLOBAL_BATCH, GLOBAL_BATCH),
-        rate,
-        read.held_out.batch(0, HELD_OUT_SAMPLES),
-    )
+    batch, held_out = read.train.batch, read.held_out.batch(0, HELD_OUT_SAMPLES)
+    task = Task(STEPS, lambda step: batch(step * GLOBAL_BATCH, GLOBAL_BATCH), rate, held_out)
     monkeypatch.setitem(LEARNED, "of the run", plan["model_config"])
     way = Way("of the run", "fp32")
     with one_thread():

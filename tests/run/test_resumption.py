@@ -46,8 +46,7 @@ def lines(run: RunFolder, name: str = "loss") -> dict[int, Any]:
 @pytest.fixture(scope="module")
 def parent(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, data: list[str]) -> RunFolder:
     folder = tmp_path_factory.mktemp("parent")
-    ended = zygote.run(words(folder / "run", data), folder)
-    assert ended.codes == [0, 0], ended.output
+    zygote.run(words(folder / "run", data), folder).succeeded()
     return RunFolder(folder / "run")
 
 
@@ -57,8 +56,7 @@ def test_a_checkpoint_is_as_large_as_was_planned(
 ) -> None:
     run = RunFolder(tmp_path / "run")
     wide = ("model.overrides.vocab_size=8192", "model.overrides.hidden_size=128")
-    ended = zygote.run(words(run.path, data, *wide, json=json), tmp_path)
-    assert ended.codes == [0, 0], ended.output
+    zygote.run(words(run.path, data, *wide, json=json), tmp_path).succeeded()
     planned = (run.read_plan() or {})["estimate"]["checkpoint_gib"] * 2**30
     assert planned > 20e6
     for path in Store(run.checkpoints_dir).all():
@@ -82,12 +80,10 @@ def test_a_branch_goes_back_and_on_with_another_learning_rate(
     before = sorted(path.name for path in parent.checkpoints_dir.iterdir())
     source = f"{parent.path}@4"
     ended, run = branch(zygote, tmp_path, data, source, "optim.lr=1e-4")
-    assert ended.codes == [0, 0], ended.output
+    ended.succeeded()
     (event,) = events(run, "branched")
-    assert (event["step"], event["manifest"]) == (
-        4,
-        read_manifest(parent.checkpoints_dir / "step-00000004").checksum,
-    )
+    checksum = read_manifest(parent.checkpoints_dir / "step-00000004").checksum
+    assert (event["step"], event["manifest"]) == (4, checksum)
     assert [change["was"] for change in event["changes"] if change["key"] == "optim.lr"] == [3e-3]
     assert sorted(lines(run)) == [5, 6]
     assert lines(run)[5] == lines(parent)[5]  # with the same weights, before they diverge
@@ -95,8 +91,7 @@ def test_a_branch_goes_back_and_on_with_another_learning_rate(
     assert lines(run, "learning_rate")[5] == 1e-4
     assert sorted(path.name for path in parent.checkpoints_dir.iterdir()) == before
     # Started again, it is an independent run with nothing left to do.
-    again, _ = branch(zygote, tmp_path, data, source, "optim.lr=1e-4")
-    assert again.codes == [0, 0], again.output
+    branch(zygote, tmp_path, data, source, "optim.lr=1e-4")[0].succeeded()
     assert len(events(run, "branched")) == 1
     assert len(events(run, "resumed")) == 1
 
@@ -135,16 +130,15 @@ def test_weights_alone_begin_a_new_run(
 ) -> None:
     run = RunFolder(tmp_path / "run")
     source = f"model.init_from={parent.path}"
-    ended = zygote.run(words(run.path, data, source, "eval.every=6", json=json), tmp_path)
-    assert ended.codes == [0, 0], ended.output
+    zygote.run(words(run.path, data, source, "eval.every=6", json=json), tmp_path).succeeded()
     (event,) = events(run, "weights")
     assert (event["step"], Path(event["path"]).name) == (0, "step-00000006")
     assert lines(run, "eval_loss")[0] == pytest.approx(lines(parent, "eval_loss")[6], rel=1e-6)
     assert sorted(lines(run)) == [1, 2, 3, 4, 5, 6]
     assert lines(run)[6] < lines(parent)[6]
     # When resumed, it continues from its own checkpoint instead of the weights.
-    again = zygote.run(words(run.path, data, source, "train.steps=7", json=json), tmp_path)
-    assert again.codes == [0, 0], again.output
+    longer = words(run.path, data, source, "train.steps=7", json=json)
+    again = zygote.run(longer, tmp_path).succeeded()
     assert events(run, "resumed")[0]["step"] == 6
     assert "resumed step-00000006 of 7 steps (6 before)\n" in again.output
 
@@ -153,12 +147,10 @@ def test_saving_in_the_background_changes_nothing_that_is_saved(
     parent: RunFolder, zygote: Zygote, tmp_path: Path, data: list[str]
 ) -> None:
     run = RunFolder(tmp_path / "run")
-    ended = zygote.run(words(run.path, data, "save.async=true"), tmp_path)
-    assert ended.codes == [0, 0], ended.output
+    zygote.run(words(run.path, data, "save.async=true"), tmp_path).succeeded()
     assert [event["step"] for event in events(run, "saved")] == [2, 4, 6]
     for path in Store(parent.checkpoints_dir).all():
-        mine = read_manifest(run.checkpoints_dir / path.name)
-        theirs = read_manifest(path)
+        mine, theirs = read_manifest(run.checkpoints_dir / path.name), read_manifest(path)
         assert mine.files == theirs.files
         assert mine.probe_loss == theirs.probe_loss
 

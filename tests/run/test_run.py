@@ -46,26 +46,21 @@ from tests.ranks import ranks
 from tests.real_runs import run_ranks, train_command
 from tests.tables import beside
 
+TABLES = beside(__file__, "run.toml")
+
 
 @pytest.mark.parametrize(
-    ("step", "delay", "is_busy", "longest_s", "steps", "save_s"),
-    beside(__file__, "run.toml")["reserved"],
+    ("step", "delay", "is_busy", "longest_s", "steps", "save_s"), TABLES["reserved"]
 )
 def test_time_limit_reserves_pending_steps_and_saves(
     step: int, delay: int, is_busy: bool, longest_s: float, steps: int, save_s: float
 ) -> None:
     asked: list[str] = []
-    run: Any = SimpleNamespace(
-        is_writer=True,
-        pulse=SimpleNamespace(longest_s={"step": 20.0, "save": 3.0}.get),
-        plan=SimpleNamespace(config=SimpleNamespace(save=SimpleNamespace(every=8))),
-        is_over_budget=False,
-        state=TrainState(step=step),
-        guard=SimpleNamespace(
-            delay=delay, request=SimpleNamespace(ask=asked.append), agree=lambda *_: [*asked]
-        ),
-        saver=SimpleNamespace(written=False, is_busy=is_busy, longest_s=longest_s),
-    )
+    run: Any = mock.Mock(is_writer=True, is_over_budget=False, state=TrainState(step=step))
+    run.pulse.longest_s = {"step": 20.0, "save": 3.0}.get
+    run.plan.config.save.every, run.guard.delay, run.guard.request.ask = 8, delay, asked.append
+    run.guard.agree = lambda *_: [*asked]
+    run.saver = SimpleNamespace(written=False, is_busy=is_busy, longest_s=longest_s)
     run._most_before_the_end_s = lambda: Run._most_before_the_end_s(run)
     for more_s, answer in ((25, []), (15, ["the time limit"])):
         run.time_left = TimeLeft(20 * steps + save_s + more_s, save_bytes=2e9)
@@ -78,14 +73,8 @@ def test_foreground_save_timeout_equals_background_save(monkeypatch: pytest.Monk
     monkeypatch.setattr(watchdog.time, "monotonic", lambda: now[0])
     saved = Saved(Path("step-1"), step=1, stall_s=1.0, seconds=100.0, bytes=1, removed=[])
     pulse = Pulse(floor_s=5, factor=2, first_s=600)
-    run: Any = SimpleNamespace(
-        pulse=pulse,
-        saver=SimpleNamespace(is_busy=True, finish=lambda: saved, longest_s=0.0),
-        state=TrainState(step=1),
-        event=lambda kind, **fields: None,
-        is_writer=False,
-        meter=SimpleNamespace(restart=lambda: None),
-    )
+    run: Any = mock.Mock(pulse=pulse, state=TrainState(step=1), is_writer=False)
+    run.saver = SimpleNamespace(is_busy=True, finish=lambda: saved, longest_s=0.0)
     for _ in range(40):
         for phase, seconds in (("save", 1), ("step", 99)):
             pulse(phase, 1)
@@ -94,19 +83,12 @@ def test_foreground_save_timeout_equals_background_save(monkeypatch: pytest.Monk
     assert pulse.limit_s("save") == 200
 
 
-@pytest.mark.parametrize(
-    ("length", "total"), [(None, 20), (160, 20), (159, 19), (113, 14), (80, 10)]
-)
+@pytest.mark.parametrize(("length", "total"), TABLES["lengths"])
 def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, total: int) -> None:
     said: list[str] = []
-    run: Any = SimpleNamespace(
-        data=SimpleNamespace(train=SimpleNamespace(length=length)),
-        state=TrainState(step=8, samples=64),
-        steps=SimpleNamespace(total=20),
-        plan=SimpleNamespace(curriculum=Curriculum(8)),
-        event=lambda kind, **fields: said.append(kind),
-        progress=SimpleNamespace(say=said.append),
-    )
+    run: Any = mock.Mock(state=TrainState(step=8, samples=64), steps=SimpleNamespace(total=20))
+    run.data.train.length, run.plan.curriculum = length, Curriculum(8)
+    run.event, run.progress.say = lambda kind, **fields: said.append(kind), said.append
     end_with_the_data(run)
     assert run.steps.total == total
     assert bool(said) == (total < 20)
@@ -149,16 +131,7 @@ def test_a_held_out_loss_is_that_of_the_weights() -> None:
     assert run.held_out_nats is None
 
 
-@pytest.mark.parametrize(
-    ("precision", "loss", "is_same"),
-    [
-        ("fp32", 1.5, True),
-        ("fp32", 1.5001, False),
-        ("bf16", 1.5001, True),
-        ("bf16", 1.51, False),
-        ("fp32", math.nan, False),
-    ],
-)
+@pytest.mark.parametrize(("precision", "loss", "is_same"), TABLES["probes"])
 def test_probe_loss_must_be_that_of_the_checkpoint(
     precision: str, loss: float, is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -230,10 +203,8 @@ def test_resumed_run_with_skipped_samples_keeps_its_mixture(
     steps = Steps(plan, data.train, 20)
     run = mock.NonCallableMagicMock(plan=plan, data=data, steps=steps)
     type(run).state = Run.state
-    with (
-        mock.patch.multiple(build, load_into=mock.DEFAULT, check_probe=mock.DEFAULT),
-        mock.patch.object(ResumePoint, "text"),
-    ):
+    loads = mock.patch.multiple(build, load_into=mock.DEFAULT, check_probe=mock.DEFAULT)
+    with loads, mock.patch.object(ResumePoint, "text"):
         build._load(run, ResumePoint(checkpoint, kind))
     assert run.steps.total == total
 
@@ -247,13 +218,9 @@ def test_checkpoint_published_before_the_lock_is_resumed(tmp_path: Path) -> None
         saver.start(manifest(step), [], PROBE, background=False)
         saver.finish()
 
-    plan: Any = SimpleNamespace(
-        config=SimpleNamespace(
-            run=SimpleNamespace(dir=str(run.path)),
-            resume=SimpleNamespace(allow=(), from_=None),
-            model=SimpleNamespace(init_from=None),
-        )
-    )
+    plan: Any = mock.Mock()
+    plan.config.run.dir, plan.config.model.init_from = str(run.path), None
+    plan.config.resume = SimpleNamespace(allow=(), from_=None)
     record = {"total_steps": 9}
     publish(4)
     before, chosen = own_checkpoints(plan), find_resume_point(plan, record)
@@ -269,15 +236,6 @@ def test_checkpoint_published_before_the_lock_is_resumed(tmp_path: Path) -> None
         choose_again(plan, record, chosen, before)
 
 
-# The working folder is that of a node.
-ON_ITS_NODE = """
-import os, runpy, sys
-os.chdir(f"node-{os.environ['RANK']}")
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-
-
 @pytest.mark.slow("two nodes import DeepSpeed")
 def test_a_problem_of_one_node_ends_the_others(tmp_path: Path) -> None:
     """A launcher ends the ranks of the node that failed; the others would wait for them."""
@@ -285,7 +243,7 @@ def test_a_problem_of_one_node_ends_the_others(tmp_path: Path) -> None:
         (tmp_path / f"node-{rank}").mkdir()
     (tmp_path / "node-0" / "here.txt").write_text("words " * 5000)
     interpreter, *command = train_command("data.path=here.txt", f"run.dir={tmp_path / 'run'}")
-    words = [interpreter, "-c", ON_ITS_NODE, *command]
+    words = [interpreter, "-c", TABLES["on_its_node"], *command]
     ended = run_ranks(words, tmp_path, env={"LOCAL_WORLD_SIZE": "1", "LOCAL_RANK": "0"})
     assert ended.codes == [2, 2], ended.outputs
     problem = "data.path: here.txt does not exist"
@@ -305,14 +263,9 @@ def test_no_rank_ends_before_rank_0_has_written_the_report(tmp_path: Path) -> No
             time.sleep(0.5)
             page.touch()
 
-    run: Any = SimpleNamespace(
-        guard=StopGuard(2),
-        steps=SimpleNamespace(are_left=False),
-        # Rank 1 does not see the export yet.
-        folder=SimpleNamespace(path="runs/a", export_dir=SimpleNamespace(exists=lambda: rank == 0)),
-        progress=SimpleNamespace(say=lambda text: None),
-        watchdog=SimpleNamespace(close=lambda: None),
-    )
+    run: Any = mock.Mock(guard=StopGuard(2), steps=SimpleNamespace(are_left=False))
+    run.folder.path = "runs/a"
+    run.folder.export_dir.exists = lambda: rank == 0  # rank 1 does not see it yet
     with mock.patch.multiple(ending, leave=mock.Mock(), alarm=mock.Mock(), _record=recorded):
         assert loop.train(run) == ExitCode.DONE
     assert page.exists()
@@ -339,9 +292,8 @@ def test_ranks_that_read_other_token_ids_are_refused_on_all() -> None:
 
     def data_of(*sources: tuple[str, str | None]) -> Any:
         """Return data of sources with these fingerprints and dates; the last one is held out."""
-        made = [
-            SimpleNamespace(facts=SimpleNamespace(fingerprint=ids), day=day) for ids, day in sources
-        ]
+        facts = [(SimpleNamespace(fingerprint=ids), day) for ids, day in sources]
+        made = [SimpleNamespace(facts=of_ids, day=day) for of_ids, day in facts]
         return SimpleNamespace(sources=made[:-1], set_sources=(), old_source=made[-1])
 
     day = f"2026-01-3{rank}"
@@ -362,9 +314,8 @@ def test_ranks_with_other_settings_are_rejected_on_all() -> None:
     environ = {"DS_ACCELERATOR": "cpu", "RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
     def plan(*words: str) -> Any:
-        return plan_from(
-            parse_command(["model.name=tiny", f"run.dir=runs/{rank}", *words]), environ
-        )
+        command = parse_command(["model.name=tiny", f"run.dir=runs/{rank}", *words])
+        return plan_from(command, environ)
 
     require_same_settings(plan("optim.lr=0.01"))
     for words in ([f"optim.lr=0.0{rank + 1}"], [f"ds.zero_optimization.stage={rank + 1}"]):

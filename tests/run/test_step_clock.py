@@ -19,7 +19,9 @@ from harness.run.meter import StepClock, seen_tokens
 from harness.runfolder import RunFolder
 from tests.real_runs import SHORT_RUN, SMALL_MODEL, events, write_corpus
 from tests.run_tools import run_tool
+from tests.tables import beside
 
+TABLES = beside(__file__, "step_clock.toml")
 SITE = Site(None, "fp32", 2, {"products": 1.5}, 3, 0.05)
 
 
@@ -59,11 +61,7 @@ def test_rates_are_read_once(site: Path) -> None:
 
 
 def test_steps_that_differ_in_their_tokens_have_no_time(site: Path) -> None:
-    for words in (
-        ("data.batching=padded",),
-        ("ramp.batch_from=24", "ramp.batch_tokens=1000000"),
-        ("ramp.length_from=64", "ramp.length_tokens=1000000"),
-    ):
+    for words in TABLES["differ"]:
         made = plan(site, "train.global_batch=48", "data.seq_len=128", *words)
         assert step_time(made) is None, words
         clock = StepClock(made)
@@ -72,21 +70,13 @@ def test_steps_that_differ_in_their_tokens_have_no_time(site: Path) -> None:
 
 def test_the_second_line_of_a_process_is_compared(site: Path) -> None:
     clock = StepClock(plan(site))
-    assert [*map(bool, (clock.predicted_of_next_line() for _ in range(4)))] == [
-        *(False, True, False, False)
-    ]
+    compared = [bool(clock.predicted_of_next_line()) for _ in range(4)]
+    assert compared == [False, True, False, False]
     without = StepClock(plan(None))
     assert not any(without.predicted_of_next_line() for _ in range(3))
 
 
-@pytest.mark.parametrize(
-    ("documents", "length", "seen"),
-    [
-        ([4, 4], None, 2.5),  # 1, 2, 3, 4 tokens seen, twice
-        ([8], None, 4.5),
-        ([2, 6], 3, 3.0),  # a mixture that ends after three samples
-    ],
-)
+@pytest.mark.parametrize(("documents", "length", "seen"), TABLES["seen"])
 def test_tokens_that_are_seen_are_those_of_documents(
     documents: list[int], length: int | None, seen: float
 ) -> None:
@@ -119,9 +109,8 @@ def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
     folder, fitted = tmp_path / "run", tmp_path / "fitted.json"
     corpus = write_corpus(tmp_path / "corpus")
     words = [*SMALL_MODEL, *SHORT_RUN, f"data.path={corpus}", f"run.dir={folder}", "log.every=1"]
-    words += ["data.document_mask=true"]
-    ended = zygote.run([*words, f"plan.rates={site}"], tmp_path / "logs")
-    assert ended.codes == [0, 0], ended.output
+    words += ["data.document_mask=true", f"plan.rates={site}"]
+    ended = zygote.run(words, tmp_path / "logs").succeeded()
     assert "time           " in ended.output
     run = RunFolder(folder)
     (event,) = events(run, "time")

@@ -4,7 +4,6 @@ import contextlib
 import inspect
 import io
 import math
-import subprocess
 import sys
 from contextlib import nullcontext
 from pathlib import Path
@@ -45,117 +44,11 @@ from tests.engine.small import MIXTURES, MODEL
 from tests.engine.test_bad_steps import gradient_of
 from tests.gates.engines import forget_nodes, process_groups
 from tests.ranks import ranks
-from tests.real_runs import REPOSITORY, environment, run_ranks
+from tests.real_runs import REPOSITORY, run_ranks
 from tests.run_tools import printed
+from tests.tables import beside
 
-JOINS = """
-import sys
-from deepspeed.ops.op_builder.cpu import ShareMemCommBuilder
-
-def load(self):
-    raise SystemExit("builds it")
-
-ShareMemCommBuilder.load = load
-if sys.argv[1] == "deepspeed":
-    import deepspeed
-    deepspeed.init_distributed(verbose=False)
-else:
-    from harness.engine.processes import join
-    from harness.layout.world import World
-    join(World.from_environ())
-"""
-LOADS_THE_COMPILER = """
-import sys
-import deepspeed
-if sys.argv[1] == "harness":
-    from harness.engine.deepspeed_0_19.process_wide import leave_muon_uncompiled
-    leave_muon_uncompiled()
-before = deepspeed.runtime.compiler.compile.__name__
-import deepspeed.runtime.zero.muon.muon_optimizer
-print(before, "torch._inductor.compile_fx" in sys.modules)
-"""
-COUNTS_RELEASES = """
-import sys
-import deepspeed, torch
-from deepspeed.runtime.zero.partitioned_param_coordinator import PartitionedParameterCoordinator
-from harness.engine.deepspeed_0_19 import process_wide
-
-released = []
-partition = "_PartitionedParameterCoordinator__release_param"
-release = getattr(PartitionedParameterCoordinator, partition)
-
-def counted(self, param, free_data=True):
-    released.append(param.ds_id)
-    release(self, param, free_data)
-
-def releases(evaluates):
-    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(4)))
-    parameters = model.parameters()
-    engine, *_ = deepspeed.initialize(model=model, model_parameters=parameters, config=config)
-    x = torch.ones(1, 8)
-    if evaluates:
-        with torch.no_grad():
-            engine.eval()
-            engine(x)
-    engine.train()
-    for _ in range(5):
-        released.clear()
-        engine.backward(engine(x).sum())
-        engine.step()
-    return len(released)
-
-setattr(PartitionedParameterCoordinator, partition, counted)
-config = {
-    "train_micro_batch_size_per_gpu": 1,
-    "optimizer": {"type": "Adam", "params": {"torch_adam": True}},
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-}
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # compiling it takes a minute
-deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-plain, deepspeeds = releases(evaluates=False), releases(evaluates=True)
-process_wide.forget_releases_with_the_trace()
-print(plain, deepspeeds, releases(evaluates=True))
-"""
-RESUMES_ADAM = """
-import copy
-import deepspeed.ops.adam, torch
-from harness.engine.deepspeed_0_19.gradients import replay_adam_steps
-
-def run(steps, weight, saved=None, replay=False):
-    parameter = torch.nn.Parameter(weight.clone())
-    adam = deepspeed.ops.adam.DeepSpeedCPUAdam([parameter], lr=1e-2, betas=(0.9, 0.95))
-    if saved:
-        adam.load_state_dict(copy.deepcopy(saved))
-    if replay:
-        replay_adam_steps(adam)
-    for step in steps:
-        parameter.grad = torch.randn(1000, generator=torch.Generator().manual_seed(step))
-        adam.step()
-    return parameter.detach(), copy.deepcopy(adam.state_dict())
-
-start = torch.randn(1000, generator=torch.Generator().manual_seed(99))
-half, saved = run(range(9), start)
-whole, _ = run(range(200), start)
-for name, replay in (("plain", False), ("replayed", True)):
-    again, _ = run(range(9, 200), half, saved, replay)
-    print(f"{name}={torch.equal(whole, again)}")
-"""
-SEEKS_TIED = """
-import torch
-from deepspeed.pipe import PipelineModule
-from harness.engine.deepspeed_0_19.pipe_module import StageModule
-from harness.layout.grid import Grid
-from harness.engine.processes import join
-from harness.layout.world import World
-join(World())
-stage = torch.nn.Sequential(torch.nn.Embedding(4, 2), torch.nn.Linear(2, 4, bias=False))
-stage[1].weight = stage[0].weight
-theirs = PipelineModule([stage], num_stages=1, partition_method="uniform")
-ours = StageModule(stage, Grid(1), [(stage[0].weight, torch.distributed.group.WORLD)])
-for name, module in (("deepspeeds", theirs), ("ours", ours)):
-    print(f"{name}={len(module.get_tied_weights_and_groups())}")
-"""
-
+SCRIPTS = beside(__file__, "scripts.toml")
 
 BF16 = "zero1 bf16 fp32_sums"  # BF16_Optimizer
 STAGES = "zero1 pipeline2"
@@ -174,7 +67,7 @@ def test_deepspeed_calls_adam_compatible_without_a_compiler(
 def test_deepspeed_builds_shared_memory_op_on_join_ours_does_not(tmp_path: Path) -> None:
     env = {"PYTHONPATH": str(REPOSITORY)}
     for who, builds in (("deepspeed", True), ("ours", False)):
-        command = [sys.executable, "-c", JOINS, who]
+        command = [sys.executable, "-c", SCRIPTS["joins"], who]
         ended = run_ranks(command, tmp_path / who, ranks=1, env=env)
         assert ("builds it" in ended.output) == builds
 
@@ -182,13 +75,12 @@ def test_deepspeed_builds_shared_memory_op_on_join_ours_does_not(tmp_path: Path)
 @pytest.mark.gate("engine")  # a fresh process imports everything
 @pytest.mark.parametrize(("who", "loads"), [("deepspeed", True), ("harness", False)])
 def test_deepspeeds_muon_loads_the_compiler_and_ours_does_not(who: str, loads: bool) -> None:
-    output = printed(LOADS_THE_COMPILER, who)
-    assert output.splitlines()[-1] == f"compile {loads}"
+    assert printed(SCRIPTS["loads_the_compiler"], who).splitlines()[-1] == f"compile {loads}"
 
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
 def test_zero_3_gathers_twice_after_early_evaluation_ours_once(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", COUNTS_RELEASES]
+    command = [sys.executable, "-c", SCRIPTS["counts_releases"]]
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()
     assert ended.output.splitlines()[-1] == "16 24 16"
@@ -260,20 +152,16 @@ def test_deepspeeds_pipeline_prints_whatever_the_log_level() -> None:
 @pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeed_resumed_cpu_adam_rounds_differently() -> None:
     """As on CPU ranks, in a process that looks for no other device."""
-    command = [sys.executable, "-c", RESUMES_ADAM]
-    env = environment(PYTHONPATH=str(REPOSITORY))
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=True)
-    assert done.stdout.split()[-2:] == ["plain=False", "replayed=True"]
+    assert printed(SCRIPTS["resumes_adam"]).split()[-2:] == ["plain=False", "replayed=True"]
 
 
 @ranks(2)
 def test_deepspeed_clips_stage_0_by_norm_of_first_pipeline_stage() -> None:
     """One SGD step with rate 1 moves the weights by the limit only with our patch."""
-    limit = 0.05
-    moved = {}
-    for who in ("ours", "deepspeeds"):
-        theirs = who == "deepspeeds"
-        with mock.patch.object(gradients, "count_every_stage") if theirs else nullcontext():
+    limit, moved = 0.05, {}
+    patched = mock.patch.object(gradients, "count_every_stage")
+    for who, patch in (("ours", nullcontext()), ("deepspeeds", patched)):
+        with patch:
             engine = engine_of("zero0 pipeline2", optim={**SGD, "clip_norm": limit})
         before = dict(engine.masters())
         assert engine.train_batch(*share_of(engine), 1.0).grad_norm > 10 * limit
@@ -287,8 +175,7 @@ def test_deepspeed_clips_stage_0_by_norm_of_first_pipeline_stage() -> None:
 @ranks(2)
 def test_zero_1_sums_norm_per_group_over_stages_and_ours_once() -> None:
     """A stage still waits for the other one as often."""
-    groups = [{"pattern": "lm_head", "lr_multiplier": 0.5}]
-    engine = engine_of(STAGES, optim={"groups": groups})
+    engine = engine_of(STAGES, optim={"groups": [{"pattern": "lm_head", "lr_multiplier": 0.5}]})
     engine.accumulate(*share_of(engine))
     optimizer = engine.engine.optimizer
     reduce = mock.Mock()  # waits for nobody
@@ -454,8 +341,7 @@ def test_a_new_group_of_torch_has_its_own_timeout() -> None:
 
 @pytest.mark.gate("engine")  # a fresh process imports everything
 def test_deepspeeds_pipeline_finds_no_tied_weights_in_a_stage() -> None:
-    output = printed(SEEKS_TIED)
-    assert output.split()[-2:] == ["deepspeeds=0", "ours=1"]
+    assert printed(SCRIPTS["seeks_tied"]).split()[-2:] == ["deepspeeds=0", "ours=1"]
 
 
 def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:

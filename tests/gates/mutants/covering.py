@@ -19,14 +19,7 @@ from typing import Any
 
 from coverage import Coverage, CoverageData
 
-_SETTINGS = """[run]
-data_file = {folder}/traced
-parallel = true
-context = ${{PYTEST_CURRENT_TEST-}}
-include = {tree}/harness/*, {tree}/tools/*
-patch = fork, _exit
-disable_warnings = no-data-collected, module-not-measured, no-sysmon
-"""
+_SETTINGS = Path(__file__).with_name("coverage.ini").read_text()
 # Contexts are joined: "the test that started the process (call)|the test that calls it".
 _AROUND = re.compile(r"^.*\|(?=tests/)| \((setup|call|teardown)\)$")
 

@@ -19,6 +19,8 @@ from cosmic_ray.util import read_python_source
 from cosmic_ray.work_item import MutationSpec, WorkItem
 from parso.python.tree import Name
 
+from tests.tables import beside
+
 FEWEST = 6  # changes per room
 # Arguments that are text for the reader, or equal to their default here.
 _TEXT = re.compile("(help|metavar|description|epilog|title|label|prog|encoding|errors|flush)=")
@@ -70,16 +72,7 @@ def _no_keyword(node: Any) -> list[str]:
 
 _OWN = {"NoCall": _no_call, "OneOf": _one_of, "NoKeyword": _no_keyword}
 OPERATOR_PROVIDERS["own"] = {name: partial(_Replace, texts) for name, texts in _OWN.items()}
-_CORE = {
-    "ReplaceComparisonOperator_": "Eq_NotEq NotEq_Eq Lt_LtE Lt_GtE LtE_Lt LtE_Gt Gt_GtE Gt_LtE "
-    "GtE_Gt GtE_Lt Is_IsNot IsNot_Is",
-    "ReplaceBinaryOperator_": "Add_Sub Sub_Add Mul_Div Div_Mul FloorDiv_Div FloorDiv_Mul "
-    "Mod_FloorDiv",
-    "ReplaceUnaryOperator_Delete_": "Not USub",
-    "Replace": "TrueWithFalse FalseWithTrue AndWithOr OrWithAnd BreakWithContinue "
-    "ContinueWithBreak",
-    "": "AddNot NumberReplacer ZeroIterationForLoop ExceptionReplacer",
-}
+_CORE: dict[str, str] = beside(__file__, "operators.toml")["core"]
 OPERATORS = [f"core/{kind}{name}" for kind, names in _CORE.items() for name in names.split()]
 OPERATORS += [f"own/{name}" for name in _OWN]
 # Beside texts and annotations: beliefs (strict zips, frozen dataclasses), and signatures, whose `*`

@@ -15,12 +15,6 @@ MEASURED = 5  # the step whose waits are counted: not saved, evaluated or discar
 DISCARDED = 3
 
 _TABLES = beside(__file__, "cells.toml", with_parts=True)
-_IN_PLACE_OF = {  # settings that need more ranks than available -> sizes to use
-    "pipeline.stages": 2,
-    "tensor_parallel.autotp_size": 2,
-    "sequence_parallel_size": 2,
-    "expert_parallel.autoep_size": 2,
-}
 
 
 @dataclass(frozen=True)
@@ -58,24 +52,15 @@ class Cell:
 
     def command(self, folder: Path, steps: int) -> list[str]:
         """Return the arguments of train.py; `folder` holds the model and the text."""
-        smaller = [
-            f"ds.{key}={size}"
-            for key, size in _IN_PLACE_OF.items()
-            if isinstance(real := value_of(self._values, key), int) and real > size
-        ]
+        sizes = {key: value_of(self._values, key) for key in _TABLES["sizes"]}
+        smaller = [f"ds.{k}=2" for k, n in sizes.items() if isinstance(n, int) and n > 2]
         return [
             f"--deepspeed={DS_CONFIGS / self.json}.json",
             *(f"model.name={folder / self.model}", f"data.path={folder / 'text.jsonl'}"),
-            *(f"data.cache_dir={folder / 'cache'}", "data.seq_len=32"),
-            *("train.global_batch=8", "train.micro_batch=2", f"train.steps={steps}"),
-            *("optim.warmup_steps=0", "eval.every=4", "eval.samples=8", "sample.tokens=0"),
-            *("save.every=2", "save.async=true", "save.export=false", "guard.replicas_every=2"),
-            *("plan.force=true", "layout.verify=false", "guard.hang_floor_s=0"),
-            *("log.weights_every=1", "log.attention_every=4"),
+            *(f"data.cache_dir={folder / 'cache'}", *_TABLES["words"], f"train.steps={steps}"),
             *([f"model.init_from={folder / self.model}"] if self.adapts else []),
             *(["ds.bf16.enabled=true"] if "bf16" in self._values else []),  # on any processor
-            *smaller,
-            *self.arguments,
+            *(*smaller, *self.arguments),
         ]
 
     @property
@@ -87,10 +72,8 @@ class Cell:
 def _shipped() -> list[Cell]:
     names = sorted(path.stem for path in DS_CONFIGS.glob("*.json"))
     lion = (_TABLES["parts"]["lion"],)  # from NVMe, only Adam steps
-    return [
-        Cell(name, name, lion if "offload" in name else (), 4 if name == "3d" else 2)
-        for name in names
-    ]
+    ranks = {"3d": 4}
+    return [Cell(n, n, lion if "offload" in n else (), ranks.get(n, 2)) for n in names]
 
 
 def _with(feature: str, jsons: list[str], arguments: Sequence[str] = (), **how: Any) -> list[Cell]:
@@ -109,16 +92,9 @@ def all_cells() -> list[Cell]:
 
 def covering_cells() -> list[Cell]:
     """Return a few cells: each ZeRO stage, pipeline stages, offload, and judged steps."""
-    names = (
-        *("zero1", "zero2-discard", "zero3-clip_value", "pipeline2-documents", "zero1-varlen"),
-        *("zero2_offload-late-clip_value", "zero0"),
-        *(cell.name for cell in BETWEEN_STEPS),
-    )
     by_name = {cell.name: cell for cell in all_cells()}
-    return [by_name[name] for name in names]
+    return [*(by_name[name] for name in _TABLES["covering"]), *BETWEEN_STEPS]
 
 
-CONTROLS = tuple(
-    cell for cell in all_cells() if cell.name in ("zero2-discard", "zero2_offload-late-clip_value")
-)
+CONTROLS = tuple(cell for cell in all_cells() if cell.name in _TABLES["controls"])
 """Cells of the self-test: nothing waits for the device, and the simulator must notice."""

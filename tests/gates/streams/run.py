@@ -21,27 +21,11 @@ from harness.launch.fork_server import Zygote
 from harness.plan.machine import libaio_problems
 from tests.gates.models import LEARNED
 from tests.gates.streams.cells import BETWEEN_STEPS, DISCARDED, MEASURED, STEPS, Cell
+from tests.tables import beside
 
 HOT = ("data", "micro-batches", "step", "log", "verdict")  # the phases of every step
 # Waits of the harness other than for the log line: (phase, file) -> why the step needs it.
-DECIDES = {
-    ("micro-batches", "harness/engine/expert.py"): (
-        "divided experts: a rank must know how many tokens the others send before it can allocate "
-        "them, once per layer and pass"
-    ),
-    ("step", "harness/engine/stepping.py"): (
-        "ZeRO 0 in fp32: DeepSpeed's optimizer would step even with NaN, so the harness reads the "
-        "norm first; DeepSpeed's other optimizers read it themselves"
-    ),
-    ("step", "harness/engine/deepspeed_0_19/between_steps.py"): (
-        "in DeepSpeed's place: gradients are scaled only if the norm is too large; the host has "
-        "just waited for it"
-    ),
-    ("step", "harness/run/run.py"): (
-        "guard.spikes=skip or rollback: loss and norm decide whether the step is taken, so they "
-        "are read before it; DeepSpeed then reads its own norm without waiting"
-    ),
-}
+DECIDES = {(phase, file): why for phase, file, why in beside(__file__, "waits.toml")["decides"]}
 LOGS = ("log", "harness/run/meter.py")  # once for each line of metrics
 
 
@@ -205,14 +189,9 @@ def row_of(zygote: Zygote, cell: Cell, folder: Path, defect: str | None = None) 
         arguments = [*cell.command(folder, before + STEPS), run_dir]
         measured = before + MEASURED
         job = Job(arguments, measured, cell.discards, defect, str(out))
-        ended = zygote.run(
-            [str(job.write())],
-            folder / f"{out.name}-logs",
-            ranks=cell.ranks,
-            limit_s=LIMIT_S,
-            main="tests.gates.streams.run",
-            patience_s=30.0,
-        )
+        how = {"main": "tests.gates.streams.run", "limit_s": LIMIT_S, "patience_s": 30.0}
+        logs = folder / f"{out.name}-logs"
+        ended = zygote.run([str(job.write())], logs, ranks=cell.ranks, **how)
         if any(code != 0 for code in ended.codes):  # None: it was ended at its limit
             return Row(cell, failure=f"{cell.name} ended with {ended.codes}\n{ended.output}")
     shutil.rmtree(f"{out}-run")
@@ -260,10 +239,8 @@ def main(argv: list[str]) -> int:
         with devices[0].timeline.during("data"):
             step = taken(run)
         for batch in step.batches:  # as the prefetch thread does for a GPU
-            for tensor in (
-                *(batch.input_ids, batch.labels, batch.position_ids),
-                batch.bounds.places,
-            ):
+            read = (batch.input_ids, batch.labels, batch.position_ids, batch.bounds.places)
+            for tensor in read:
                 if tensor is not None:
                     devices[0].pin(tensor)
         micro_batches.append(len(step.batches))

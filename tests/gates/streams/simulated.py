@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 
 from harness.models import varlen
 from tests.gates.streams.device import Event, Memory, Stream, Timeline, Work, is_within
+from tests.tables import beside
 
 _tolist = torch.Tensor.tolist  # before the simulator treats it as a wait
 
@@ -27,17 +28,9 @@ _tolist = torch.Tensor.tolist  # before the simulator treats it as a wait
 def varlen_kernel(memory: Memory) -> varlen.Kernel:
     """Return attention within documents that reads their bounds on the device, as kernels do."""
 
-    def kernel(
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        bounds: torch.Tensor,
-        _longest: int,
-        **how: Any,
-    ) -> torch.Tensor:
+    def kernel(query: Any, key: Any, value: Any, bounds: Any, _longest: int, **how: Any) -> Any:
         alone = functools.partial(varlen.alone, **how)
-        output: torch.Tensor = _Launched.apply(query, key, value, bounds, alone, memory)  # type: ignore[no-untyped-call]
-        return output
+        return _Launched.apply(query, key, value, bounds, alone, memory)  # type: ignore[no-untyped-call]
 
     return kernel
 
@@ -74,16 +67,7 @@ BOUND = {  # functions that DeepSpeed's backend looks up when it is created
     "all_gather_function": "all_gather_into_tensor",
     "reduce_scatter_function": "reduce_scatter_tensor",
 }
-WAITS = {  # operations whose result or size the host needs
-    "aten::_local_scalar_dense": "value",
-    "aten::equal": "value",
-    "aten::is_nonzero": "value",
-    "aten::masked_fill_.Tensor": "value",  # seen on an H200
-    "aten::nonzero": "size",
-    "aten::masked_select": "size",
-    "aten::_unique2": "size",
-    "aten::repeat_interleave.Tensor": "size",
-}
+WAITS = beside(__file__, "waits.toml")["waits"]
 COPIES = ("aten::copy_", "aten::_to_copy")
 VIEWS = ("aten::detach", "aten::alias", "aten::lift_fresh")  # besides those whose schema says so
 READS_SECOND = {
