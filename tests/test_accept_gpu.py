@@ -141,9 +141,7 @@ def test_no_empty_entry_is_added_to_pythonpath(before: str | None) -> None:
     assert python_path(before) == str(REPOSITORY)
 
 
-def test_a_step_finds_the_packages_that_came_by_pythonpath(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_find_packages_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tmp_path / "asked"
     (shows := tmp_path / "shows").write_text(f'#!/bin/sh\nprintf "$PYTHONPATH" > {asked}')
     shows.chmod(0o755)
@@ -170,9 +168,7 @@ def test_attention_is_held_to_the_precision_that_it_ran_in(tmp_path: Path) -> No
         _equal(Bench(tmp_path, tmp_path, 2, "cpu"), {**row, "precision": "fp32"})
 
 
-def test_an_attention_whose_kernel_raises_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_attention_leaves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def computed(attention: str, *_: Any) -> Any:
         if attention == "varlen":
             raise ValueError("torch has no varlen_attn")
@@ -214,9 +210,7 @@ def test_cells_and_cases_are_those_of_the_gates() -> None:
         assert check_parity._all_cells([cell_of(*CELL, ranks=ranks)])[-1].ranks == ranks
 
 
-def test_one_rank_has_neither_replicas_nor_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_has_no_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "train", lambda *of, **how: None)
     bench = Bench(tmp_path, tmp_path, 1, "cuda")
     runs.save(bench)
@@ -309,9 +303,7 @@ def test_more_waits_than_simulated_fail(
         measured_steps._counted(bench, "zero3", counts)
 
 
-def test_rungs_of_gpus_are_named_on_cpu_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_rungs_are_named_on_cpu_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0}
     monkeypatch.setattr(measured_steps, "measured", lambda *of, **more: line)
     bench = Bench(tmp_path, tmp_path, 2, "cpu")
@@ -323,9 +315,7 @@ def test_rungs_of_gpus_are_named_on_cpu_ranks(
     assert verdicts["eager"][0] == verdicts["sdpa"][0] == "held"
 
 
-def test_rungs_that_a_step_has_no_time_for_are_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rungs_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for GPUs on which each rung takes ten seconds."""
     now = [0.0]
     tried: list[tuple[str, dict[str, str], dict[str, str]]] = []

@@ -132,9 +132,7 @@ def test_finished_runs_and_pruned_trials_are_not_requeued(
     assert capsys.readouterr().out == f"{answer}\n"
 
 
-def test_the_end_names_the_newest_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_end_names_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path, 2, None)  # its step, 3, is that of the start
     for name in ("step-00000008", "step-00000080", ".unfinished-step-00000088"):
         (run.checkpoints_dir / name).mkdir(parents=True)
@@ -144,9 +142,7 @@ def test_the_end_names_the_newest_checkpoint(
     )
 
 
-def test_what_cannot_be_counted_is_not_requeued(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uncounted_job_is_not_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run/endings").mkdir(parents=True)
     assert batch_job.main(["verdict", "train.py", "1", str(tmp_path / "run"), "0"]) == 1
     said = capsys.readouterr()

@@ -75,9 +75,7 @@ def test_the_device_is_waited_for_between_windows_of_steps() -> None:
     assert _ends(2, 1) == [2, 3]
 
 
-def test_waits_of_a_gpu_are_counted_in_a_step_that_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waits_of_a_gpu_are_counted_in_an_untimed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a run whose device is a GPU: every step reads a tensor once."""
     waited = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
@@ -151,9 +149,7 @@ def test_a_folder_called_torch_hides_no_line() -> None:
         assert call_site(stack) == f"{shown}:7"
 
 
-def test_only_missing_memory_is_reported_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_lack_of_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"--deepspeed={DEFAULT_DS_JSON}", *SHORT[:2], f"--out={tmp_path / 'out.json'}"]
     monkeypatch.setattr("sys.argv", ["worker", *words, *SMALL_MODEL])
     for error in (KeyError("memory"), torch.OutOfMemoryError("no room\nat all")):

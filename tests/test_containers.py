@@ -158,9 +158,7 @@ REAL = {
 
 @pytest.mark.gate("slurm")
 @pytest.mark.parametrize("code", REAL)
-def test_pods_of_real_ranks_end_with_the_runs_code(
-    code: int, data: list[str], tmp_path: Path
-) -> None:
+def test_pods_of_ranks_end_with_the_runs_code(code: int, data: list[str], tmp_path: Path) -> None:
     limit = "ulimit -f 100" if code == 74 else ""  # in KiB: less than a checkpoint
     script = clone_in(tmp_path, f"export PREFLIGHT={int(code == 2)}\n{limit}") / "slurm/node.sh"
     (tmp_path / "before/checkpoints/step-00000001").mkdir(parents=True)

@@ -63,9 +63,7 @@ def with_manifest(run: RunFolder, **changes: Any) -> Any:
 
 
 @pytest.mark.gate("runs")
-def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
-    run: RunFolder, tmp_path: Path
-) -> None:
+def test_tool_writes_what_the_run_wrote_without_deepspeed(run: RunFolder, tmp_path: Path) -> None:
     tool = [sys.executable, "-c", WITHOUT_DEEPSPEED, REPOSITORY / "tools" / "export_hf.py"]
     words = [*tool, run.path, "--out", tmp_path / "export"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
@@ -148,9 +146,7 @@ def test_a_checkpoint_of_another_loss_is_no_good_one(
     assert main([*words, "--no-check"]) == 0
 
 
-def test_a_damaged_checkpoint_is_not_exported(
-    copy: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_checkpoint_is_refused(copy: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     before = (copy.export_dir / "model.safetensors").read_bytes()
     for path in copy.checkpoints_dir.glob("*/rank-00001-000.safetensors"):
         data = bytearray(path.read_bytes())

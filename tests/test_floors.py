@@ -245,9 +245,7 @@ PLANTED = TABLES["planted"]["rows"]
 
 
 @pytest.mark.parametrize(("file", "code", "expected"), PLANTED)
-def test_planted_violations_alone_are_caught(
-    tmp_path: Path, file: str, code: str, expected: str
-) -> None:
+def test_planted_violations_are_caught(tmp_path: Path, file: str, code: str, expected: str) -> None:
     path = tmp_path / file
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(code)

@@ -201,9 +201,7 @@ def test_a_write_rate_is_bytes_over_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("short_bytes", "verdict"), [(0, "ok"), (1, "FAIL")])
 @pytest.mark.parametrize("checkpoints", [0, 2])
-def test_room_is_for_one_checkpoint_more_than_are_kept(
-    short_bytes: int, verdict: str, checkpoints: int
-) -> None:
+def test_room_is_for_one_checkpoint_more(short_bytes: int, verdict: str, checkpoints: int) -> None:
     estimate = plan().estimate
     assert estimate is not None
     export = estimate.inputs.parameters * estimate.inputs.element_bytes
@@ -260,9 +258,7 @@ def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
     assert report.who(range(64), hosts).endswith("n3 (ranks 24-31), and 4 more nodes")
 
 
-def test_network_failure_is_reported_and_its_group_abandoned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_network_failure_is_reported_and_group_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Destroying it could wait forever, and would hide the failure."""
 
     def broken(*_: object) -> float:
@@ -282,9 +278,7 @@ def test_network_failure_is_reported_and_its_group_abandoned(
 
 
 @pytest.mark.parametrize(("hosts", "verdict", "found"), TABLES["groups"])
-def test_groups_that_talk_in_every_layer_belong_on_one_node(
-    hosts: list[str], verdict: str, found: str
-) -> None:
+def test_groups_of_every_layer_need_one_node(hosts: list[str], verdict: str, found: str) -> None:
     for axis in ("tensor", "sequence"):
         rows = judge(plan({axis: 2}), hosts, healthy())
         (row,) = [row for row in rows if row.check == f"{axis} ranks"]

@@ -98,9 +98,7 @@ def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
 
 
 @pytest.mark.parametrize(("driver", "torchs", "nvcc", "problem"), TABLES["versions"])
-def test_versions_of_cuda_must_fit(
-    driver: str | None, torchs: str, nvcc: str | None, problem: str
-) -> None:
+def test_cuda_versions_fit(driver: str | None, torchs: str, nvcc: str | None, problem: str) -> None:
     assert checks.toolkit_problem(driver, torchs, nvcc).startswith(problem)
     assert bool(checks.toolkit_problem(driver, torchs, nvcc)) == bool(problem)
 
@@ -115,9 +113,7 @@ def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert checks.lock_problem(tmp_path) == f"{tmp_path}: Function not implemented"
 
 
-def test_operators_are_built_in_the_nearest_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operators_use_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "not" / "yet"))
     assert checks.extension_folder() == tmp_path
 

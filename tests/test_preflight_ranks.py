@@ -102,9 +102,7 @@ def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate("tools")
-def test_a_network_that_hangs_ends_in_time_with_the_rank_named(
-    data: list[str], tmp_path: Path
-) -> None:
+def test_a_network_that_hangs_ends_with_the_rank_named(data: list[str], tmp_path: Path) -> None:
     hangs = """
 import time, torch.distributed as dist
 if rank == 1:

@@ -169,9 +169,7 @@ def test_another_layout_takes_the_same_batch(
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DS_CONFIGS.glob("*.json")))
 @pytest.mark.parametrize("preset", ["llama-3-8b", "mixtral-8x7b", "gpt2-124m"])
-def test_rehearsal_of_every_shipped_json_can_be_planned(
-    name: str, preset: str, tmp_path: Path
-) -> None:
+def test_rehearsal_of_each_shipped_json_is_planned(name: str, preset: str, tmp_path: Path) -> None:
     arguments = [f"model.name={preset}"]
     if ranks_with_experts(read_ds_json(DS_CONFIGS / name)) > 1 and preset != "mixtral-8x7b":
         pytest.skip("has no experts to divide")
@@ -304,9 +302,7 @@ LINE = json.dumps({"text": "word " * 200}) + "\n"
 
 
 @pytest.mark.parametrize("split", [None, "test"])
-def test_excerpt_takes_first_lines_of_large_files_of_the_split(
-    tmp_path: Path, split: str | None
-) -> None:
+def test_excerpt_has_first_lines_of_files_of_the_split(tmp_path: Path, split: str | None) -> None:
     names = ["test.jsonl", "train.jsonl"] if split else ["large.jsonl"]
     (tmp_path / "data").mkdir()
     for name in names:
@@ -476,9 +472,7 @@ def stages_in(printed: str) -> list[str]:
     return [line.split()[0] for line in printed.splitlines() if " s  " in line]
 
 
-def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_crashed_stage_reports_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def planted(stage: str, arguments: list[str]) -> list[str]:
         return [sys.executable, "-c", "print('planted'); raise SystemExit(3)"]
 

@@ -231,9 +231,7 @@ def test_half_written_line_is_skipped_and_cut_at_reopening(tmp_path: Path) -> No
     assert len(folder.events_path.read_text().splitlines()) == 1
 
 
-def test_a_damaged_line_is_left_out_with_a_warning(
-    folder: RunFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_line_has_a_warning(folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     damaged = [b'{"kind"', b"[1]", b"\xff\x00", b"[" * 100_000, b"{}"]
     lines = [b'{"kind": "a"}', *damaged, b'{"kind": "b"}']
     folder.events_path.write_bytes(b"".join(line + b"\n" for line in lines))

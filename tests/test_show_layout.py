@@ -50,9 +50,7 @@ BUBBLES = {
 
 @pytest.mark.parametrize(("stages", "batches"), [(4, 4), (2, 6), (8, 16), (3, 3)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_waits_and_keeps_what_its_paper_says(
-    name: str, stages: int, batches: int
-) -> None:
+def test_schedules_wait_and_keep_what_papers_say(name: str, stages: int, batches: int) -> None:
     for chunks in (2, 3, 4) if name.startswith("inter") else (1,):
         rows = SCHEDULES[name](stages, batches, chunks)
         placed = spans(rows, [(1, 2)] * stages, chunks)

@@ -56,9 +56,7 @@ def test_the_scripts_are_clean_shell() -> None:
 
 
 @pytest.mark.parametrize(("script", "site", "start"), beside(__file__, "slurm.toml")["starts"])
-def test_a_job_starts_its_program_where_the_site_says(
-    tmp_path: Path, script: str, site: str, start: str
-) -> None:
+def test_job_starts_where_the_site_says(tmp_path: Path, script: str, site: str, start: str) -> None:
     """Whatever the last line of site.env returns. Stand-ins print how they are started."""
     clone = tmp_path / "a clone"
     shutil.copytree(SCRIPT.parent, clone / "slurm")
@@ -96,9 +94,7 @@ def test_a_job_starts_its_program_where_the_site_says(
         ("a warning", 0, ""),
     ],
 )
-def test_a_node_says_why_its_python_is_not_complete(
-    tmp_path: Path, output: str, code: int, said: str
-) -> None:
+def test_node_names_an_incomplete_python(tmp_path: Path, output: str, code: int, said: str) -> None:
     (tmp_path / "timeout").write_text(f"#!/bin/bash\necho -n '{output}'\nexit {code}\n")
     (tmp_path / "timeout").chmod(0o755)
     (function,) = re.findall(r"^find_python\(\) \{.*?^\}", SCRIPT.read_text(), re.M | re.S)
@@ -193,9 +189,7 @@ def submit_contained(slurm: PrivateSlurm, folder: Path, tool: str) -> Job:
 
 
 @pytest.mark.gate("slurm")
-def test_only_user_cancellation_ends_a_slurm_job(
-    slurm: PrivateSlurm, tmp_path: Path, jobs: dict[str, Job]
-) -> None:
+def test_only_the_user_ends_jobs(slurm: PrivateSlurm, tmp_path: Path, jobs: dict[str, Job]) -> None:
     """A TERM lets the ranks save; a warning kills ranks that are still starting."""
     job = submit(slurm, tmp_path, "waits,deaf,waits,0")
     for start, options in enumerate(
@@ -261,9 +255,7 @@ def test_a_job_runs_in_the_container_that_the_site_names(jobs: dict[str, Job], t
 
 
 @pytest.mark.gate("slurm")
-def test_node_without_environment_is_named_without_waiting(
-    slurm: PrivateSlurm, tmp_path: Path
-) -> None:
+def test_node_without_environment_is_named_at_once(slurm: PrivateSlurm, tmp_path: Path) -> None:
     (tmp_path / "python").write_text(BARE_NODE)
     (tmp_path / "python").chmod(0o755)
     site = f"export PATH={tmp_path}:$PATH\n"

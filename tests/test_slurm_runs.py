@@ -164,9 +164,7 @@ def test_a_wrong_config_is_not_requeued(
 
 
 @pytest.mark.gate("slurm")
-def test_sweep_array_stops_early_and_requeues_tasks(
-    slurm: PrivateSlurm, data: list[str], tmp_path: Path
-) -> None:
+def test_array_stops_and_requeues(slurm: PrivateSlurm, data: list[str], tmp_path: Path) -> None:
     pytest.importorskip("optuna")
     settings = "method = 'grid'\nprune = {after = 0.1}\nslurm = {nodes = 1, time = 30}"
     path = write_sweep(tmp_path, "ours", settings, "optim.lr = [1e-2, 1e-5]", data)

@@ -262,9 +262,7 @@ def test_terminal_width_is_read_at_each_write(monkeypatch: pytest.MonkeyPatch) -
         assert "lr" not in text
 
 
-def test_a_line_stays_every_five_per_cent_and_every_ten_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_stays_every_five_percent_and_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("harness.run.progress.time.monotonic", lambda: now[0])
     with _Stream(80) as there:

@@ -68,9 +68,7 @@ def test_trained_tokenizer_ids_equal_sentencepiece(kind: str, trained: dict[str,
         assert encode(tokenizer, [text])[0] == model.encode(text)
 
 
-def test_the_same_text_gives_the_same_files(
-    corpus: Path, trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_same_text_gives_same_files(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     for kind, folder in trained.items():
         again = tmp_path / kind
         assert train([str(corpus), str(again), "--kind", kind, "--vocab-size=400"]) == ExitCode.DONE

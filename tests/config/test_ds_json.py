@@ -53,9 +53,7 @@ def test_ds_json_is_read_unchanged(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "expected"), TABLES["invalid"])
-def test_invalid_ds_json_is_reported_with_its_position(
-    text: str | None, expected: list[str], tmp_path: Path
-) -> None:
+def test_invalid_json_has_a_position(text: str | None, expected: list[str], tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     if text is not None:
         path.write_text(text)

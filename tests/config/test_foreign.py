@@ -29,9 +29,7 @@ def problem_of(path: Path, wanted: str) -> str:
 
 @pytest.mark.parametrize("wanted", ["deepspeed", "run"])
 @pytest.mark.parametrize("program", beside(__file__, "foreign.toml")["programs"])
-def test_another_programs_config_is_one_line(
-    tmp_path: Path, wanted: str, program: dict[str, Any]
-) -> None:
+def test_foreign_config_is_one_line(tmp_path: Path, wanted: str, program: dict[str, Any]) -> None:
     path = tmp_path / "config.yml"
     path.write_text(program["text"])
     problem = problem_of(path, wanted)
@@ -51,9 +49,7 @@ def test_another_programs_config_is_one_line(
          "is a DeepSpeed JSON, not a run config: give it with --deepspeed"),
     ],
 )  # fmt: skip
-def test_a_models_config_and_our_own_two_are_told_apart(
-    text: str, wanted: str, expected: str, tmp_path: Path
-) -> None:
+def test_configs_are_told_apart(text: str, wanted: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     assert expected in problem_of(tmp_path / "config", wanted)
 

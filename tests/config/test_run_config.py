@@ -173,9 +173,7 @@ def test_a_value_that_nobody_means_is_one_short_report(word: str, message: str) 
 
 
 @pytest.mark.parametrize("option", ["--config", "--deepspeed"])
-def test_a_config_is_a_small_regular_file(
-    tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_config_is_regular(tmp_path: Path, option: str, capsys: pytest.CaptureFixture[str]) -> None:
     os.mkfifo(tmp_path / "pipe")
     with (tmp_path / "large").open("wb") as file:
         file.truncate(2**40)
@@ -239,9 +237,7 @@ def test_config_value_records_its_origin(toml: Callable[[str], Path]) -> None:
     assert changed.is_set("save.async")
 
 
-def test_a_key_from_the_command_line_displaces_the_files_length(
-    toml: Callable[[str], Path],
-) -> None:
+def test_command_line_key_displaces_the_files_length(toml: Callable[[str], Path]) -> None:
     run = load_run_config(toml("[train]\ntokens = 1000\n"), ["train.steps=7"])
     assert (run.train.steps, run.train.tokens) == (7, None)
     assert run.origin("train.tokens") == "default"
@@ -250,9 +246,7 @@ def test_a_key_from_the_command_line_displaces_the_files_length(
         load_run_config(None, ["train.steps=7", "train=1"])
 
 
-def test_value_clipping_conflicts_only_with_a_norm_the_user_set(
-    toml: Callable[[str], Path],
-) -> None:
+def test_value_clipping_conflicts_only_with_a_norm_set(toml: Callable[[str], Path]) -> None:
     assert load_run_config(None, ["optim.clip_value=0.5"]).optim.clip_value == 0.5
     (problem,) = problems_of(toml("[optim]\nclip_value = 0.5\nclip_norm = 1.0\n"))
     assert problem.startswith("optim.clip_norm and optim.clip_value exclude each other")
@@ -277,9 +271,7 @@ def test_every_mistake_is_in_one_report(toml: Callable[[str], Path]) -> None:
         (None, "there is no run config"),
     ],
 )
-def test_a_broken_file_is_reported_with_its_line(
-    tmp_path: Path, content: bytes | None, expected: str
-) -> None:
+def test_broken_file_names_its_line(tmp_path: Path, content: bytes | None, expected: str) -> None:
     if content is not None:
         (tmp_path / "run.toml").write_bytes(content)
     (problem,) = problems_of(tmp_path / "run.toml")

@@ -111,9 +111,7 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
 @every_batching
 @PROPERTY
 @given(documents=DOCUMENTS)
-def test_an_epoch_learns_every_target_once(
-    name: str, documents: Documents, folders: Iterator[Path]
-) -> None:
+def test_targets_are_learned_once(name: str, documents: Documents, folders: Iterator[Path]) -> None:
     stream = BATCHINGS[name](corpus_of(folders, documents))
     expected = Counter(tokens_learned(stream, documents))
     assert set(expected.values()) == {1}
@@ -274,9 +272,7 @@ def test_batch_share_of_a_rank_is_as_documented() -> None:
 
 @PROPERTY
 @given(documents=DOCUMENTS)
-def test_each_row_of_a_contiguous_stream_reads_on(
-    documents: Documents, folders: Iterator[Path]
-) -> None:
+def test_rows_of_contiguous_streams_read_on(documents: Documents, folders: Iterator[Path]) -> None:
     corpus = corpus_of(folders, documents)
     stream = Contiguous(corpus.packed(), ROWS)
     length = stream.samples // ROWS

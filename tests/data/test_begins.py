@@ -191,9 +191,7 @@ def test_long_document_gets_no_bos_at_chunk_boundaries(
 
 @every
 @pytest.mark.parametrize("end", ["</s>", "</s>\n"])
-def test_an_end_that_a_row_writes_itself_is_not_doubled(
-    write_jsonl: Written, name: str, end: str
-) -> None:
+def test_an_end_that_a_row_writes_is_not_doubled(write_jsonl: Written, name: str, end: str) -> None:
     tokenizer = tokenizer_of(name)
     segments = [{"label": False, "text": "the"}, {"label": True, "text": f" word{end}"}]
     path = write_jsonl(
@@ -222,9 +220,7 @@ def opened(opened: Opened) -> Opened:
     return partial(opened, seq_len=32)
 
 
-def test_a_run_of_text_says_what_its_documents_begin_with(
-    opened: Opened, write_jsonl: Written
-) -> None:
+def test_a_run_says_what_its_documents_begin_with(opened: Opened, write_jsonl: Written) -> None:
     tokenizer = tokenizer_of("bytes")
     path = write_jsonl(*({"text": f"the model reads {n}"} for n in range(40)))
     data, plain = (opened(path, bos=bos) for bos in ("auto", "off"))
@@ -317,9 +313,7 @@ def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(write_jsonl: Wr
         assert all(documents(tokenizer, path, learn="all")[0][1][1:])
 
 
-def test_rows_of_token_ids_are_read_as_they_are(
-    opened: Opened, refused: Refused, write_jsonl: Written
-) -> None:
+def test_rows_of_token_ids_are_kept(opened: Opened, refused: Refused, write_jsonl: Written) -> None:
     rows = [
         {"input_ids": [9, 10, 11, n + 20, 1], "labels": [9, -100, 11, n + 20, 1]} for n in range(30)
     ]

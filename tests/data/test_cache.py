@@ -65,9 +65,7 @@ def test_built_files_are_synced_before_the_rename(tmp_path: Path, synced: list[P
     assert {path.parent.name.partition("-")[0] for path in synced} == {"made.partial"}
 
 
-def test_without_locks_many_build_and_all_find_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_many_build_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system without flock, from the point of view of the second builder."""
 
     def no_locks(*_: object) -> None:

@@ -68,9 +68,7 @@ def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast
 @style
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("has_marks", [True, False])
-def test_tokens_and_masks_are_those_of_transformers(
-    style: str, tools: object, has_marks: bool
-) -> None:
+def test_tokens_and_masks_equal_transformers(style: str, tools: object, has_marks: bool) -> None:
     tokenizer = tokenizer_of(style)
     masked = tokenizer if has_marks else without_marks(tokenizer)
     end = tokenizer.convert_tokens_to_ids(STYLES[style].end)
@@ -373,9 +371,7 @@ def test_content_dropped_by_a_template_is_counted_and_reported(
 CLOCK = "{{ '<|im_start|>system\n' + strftime_now('%d %b %Y %H:%M') + '<|im_end|>\n' }}"
 
 
-def test_a_template_writes_the_date_of_the_run(
-    opened: Opened, tmp_path: Path, write_jsonl: Written
-) -> None:
+def test_template_writes_the_run_date(opened: Opened, tmp_path: Path, write_jsonl: Written) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = CLOCK + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path / "tokenizer")

@@ -193,9 +193,7 @@ def test_sources_that_overlap_hold_out_the_same_documents(
     assert len(opened_run(mix, *([apart] if overlap else [])).sources) == 2
 
 
-def test_a_tokenizer_is_trained_on_all_sources(
-    sources: dict[str, Path], mix: Mix, tmp_path: Path
-) -> None:
+def test_tokenizer_learns_all_sources(sources: dict[str, Path], mix: Mix, tmp_path: Path) -> None:
     words = [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=24", "data.held_out=0.2"]
     both, alone = (
         build_tokenizer(DataSpec.of_run(load_run_config(None, [*words, argument]), {}), print)

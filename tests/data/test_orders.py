@@ -84,9 +84,7 @@ def pools(
     cut=st.one_of(st.none(), st.integers(1, 799)),
     seed=st.integers(0, 9),
 )
-def test_every_sample_is_read_once_in_its_pool(
-    epoch: int, changes: list[int], cut: int | None, seed: int
-) -> None:
+def test_samples_are_read_once(epoch: int, changes: list[int], cut: int | None, seed: int) -> None:
     """No pool crosses the end of an epoch, a change of a mixture's shares, or the stream's end."""
     changes = [change for change in changes if cut is None or change < cut]
     ordered = Pools(lengths, 256, 8, epoch, cut, "0", changes)
@@ -122,9 +120,7 @@ def test_groups_are_alike_and_steps_are_not() -> None:
 @given(
     layout=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), seed=st.integers(0)
 )
-def test_a_budget_is_kept_and_all_ranks_have_equally_many(
-    layout: tuple[int, int, int], seed: int
-) -> None:
+def test_budget_is_kept_and_ranks_read_alike(layout: tuple[int, int, int], seed: int) -> None:
     ranks, micro, accumulation = layout
     count = ranks * micro * accumulation
     rows = sorted(np.random.default_rng(seed).integers(1, 65, count).tolist(), reverse=True)

@@ -74,9 +74,7 @@ def of_ranks(data: Data, ranks: int = 2, steps: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
-def test_ranks_read_the_samples_of_the_joined_pair(
-    opened: Opened, shards: Path, batching: str
-) -> None:
+def test_ranks_read_samples_of_the_joined_pair(opened: Opened, shards: Path, batching: str) -> None:
     several, joined = (
         opened(path, batching=batching) for path in (shards, shards.parent / "joined")
     )
@@ -91,9 +89,7 @@ def test_ranks_read_the_samples_of_the_joined_pair(
     assert several.sources[0].pairs[1] == ("b.bin", 14, several.sources[0].pairs[1][2])
 
 
-def test_contents_in_the_order_of_the_names_are_the_fingerprint(
-    opened: Opened, shards: Path
-) -> None:
+def test_contents_in_order_of_names_are_the_fingerprint(opened: Opened, shards: Path) -> None:
     first = opened(shards).fingerprint
     for suffix in (".bin", ".idx"):
         (shards / f"e{suffix}").rename(shards / f"f{suffix}")
@@ -203,9 +199,7 @@ def test_a_sample_that_a_run_kept_has_no_documents(refused: Refused, pair_path: 
     assert problem.startswith(f"data.min_tokens=9: {pair_path} holds samples that a run")
 
 
-def test_a_held_out_set_is_read_as_it_says(
-    write_jsonl: Written, opened_run: Opened, pair_path: Path
-) -> None:
+def test_held_out_set_is_as_said(write_jsonl: Written, opened_run: Opened, pair_path: Path) -> None:
     """It accepts the keys of data itself, and its own bounds."""
     lines = [{"t": f"{n} " * (1 + n % 40), "kind": "ab"[n % 2]} for n in range(60)]
     text = write_jsonl(*lines).rename(pair_path.with_name("lines"))

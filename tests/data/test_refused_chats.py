@@ -22,9 +22,7 @@ from tests.data.glancing import glance
 from tests.data.test_chats import BOT, CALLS, PROMPT, USER, without_marks
 
 
-def test_conversations_are_not_mixed_with_other_text(
-    refused: Refused, tmp_path: Path, chatml_dir: str
-) -> None:
+def test_chats_are_not_mixed_with_text(refused: Refused, tmp_path: Path, chatml_dir: str) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "about.md").write_text("About these chats.")
@@ -40,9 +38,7 @@ def test_conversations_are_not_mixed_with_other_text(
     ]
 
 
-def test_a_conversation_of_many_megabytes_is_named(
-    refused: Refused, write_jsonl: Written, chatml_dir: str
-) -> None:
+def test_large_chat_is_named(refused: Refused, write_jsonl: Written, chatml_dir: str) -> None:
     long = {"role": "assistant", "content": "word " * (4 << 20)}
     path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
     (problem,) = refused(path, tokenizer=chatml_dir)

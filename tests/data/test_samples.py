@@ -159,9 +159,7 @@ def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> No
     assert data.unigram_nats > data.bigram_nats > 0
 
 
-def test_an_epoch_has_the_same_gradient_packed_padded_or_grouped(
-    opened: Opened, write_jsonl: Written
-) -> None:
+def test_every_batching_has_the_epochs_gradient(opened: Opened, write_jsonl: Written) -> None:
     """Includes documents longer than data.seq_len, and rows with several documents."""
     draw = random.Random(0)
     lengths = [int(draw.lognormvariate(1.5, 0.9)) + 1 for _ in range(21)] + [70, 40]

@@ -174,9 +174,7 @@ def test_a_folder_without_a_tokenizer_or_its_eos_is_refused(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize("name", ["my-tokenizr", "owner/my-tokenizr", "./tokenizr", "/no/where/t"])
-def test_a_tokenizer_that_is_not_here_is_not_waited_for(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_missing_tokenizer_is_not_waited_for(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def unknown(*_: object) -> None:
         raise OSError("Name or service not known")
 
@@ -288,9 +286,7 @@ IDS = SpecialIds(bos=1, eos=2, pad=None, unk=0, special=frozenset({0, 1, 2, 7, 8
 
 
 @pytest.mark.parametrize(("config", "bos", "eos", "pad"), TABLES["special_ids"])
-def test_special_ids_are_the_tokenizers(
-    config: dict[str, object], bos: int, eos: object, pad: int | None
-) -> None:
+def test_special_ids(config: dict[str, object], bos: int, eos: object, pad: int | None) -> None:
     expected = {"bos_token_id": bos, "eos_token_id": eos, "pad_token_id": pad}
     assert IDS.in_place_of(config) == expected
 

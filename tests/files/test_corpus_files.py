@@ -197,9 +197,7 @@ def test_token_pair_is_named_by_prefix_or_file(tmp_path: Path) -> None:
     assert glance(DataConfig(path=str(pair))).text == f"2 documents, 5 tokens in {pair}.bin"
 
 
-def test_a_large_file_of_lines_is_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.data.glance._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text(LINES * 1000)
@@ -244,9 +242,7 @@ def test_a_hub_id_is_refused_with_the_command_that_fetches_it() -> None:
     assert "hf download" not in str(caught.value)
 
 
-def test_a_misspelt_path_is_refused_with_the_one_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misspelt_path_has_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mydata").mkdir()
     for name in ("chats.json", "chats.jsonl", "notes.jsonl"):
         (tmp_path / "mydata" / name).touch()

@@ -95,9 +95,7 @@ def test_formats_have_one_file_each_and_disjoint_suffixes() -> None:
     assert all(suffix in ("", suffix.lower()) for suffix in suffixes)
 
 
-def test_a_format_claims_a_longer_suffix_from_the_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_format_may_claim_a_longer_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zipped = replace(FORMATS["text"], name="txt.gz", suffixes=frozenset({".txt.gz"}))
     monkeypatch.setitem(file_kinds._OF_SUFFIX, ".txt.gz", zipped)
     assert format_of(tmp_path / "a.b.TXT.gz", None) is zipped

@@ -84,9 +84,7 @@ def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("model_type", "config"), TABLES["rows"]["covered"])
-def test_tensor_ranks_cover_every_parameter_once(
-    model_type: str, config: dict[str, Any], ranks: int
-) -> None:
+def test_tensor_ranks_cover_parameters(model_type: str, config: dict[str, Any], ranks: int) -> None:
     whole = shape(model_type, **{"num_attention_heads": 8, "intermediate_size": 252, **config})
     cutters = {"tensor": plan_of(whole).cut}
     shares = [Share(Grid(ranks, tensor=ranks), rank, cutters) for rank in range(ranks)]

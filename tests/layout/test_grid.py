@@ -107,9 +107,7 @@ def test_grid_groups_over_all_axes() -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize(("samples", "micro"), [(24, 1), (25, 2), (1, 3), (48, 3), (0, 2)])
-def test_every_token_is_read_by_one_rank_of_those_that_sum(
-    grid: Grid, samples: int, micro: int
-) -> None:
+def test_every_token_is_read_by_one_summing_rank(grid: Grid, samples: int, micro: int) -> None:
     seq_len = 12
     readers: Counter[tuple[int, int]] = Counter()
     summing = Share(grid, 0).ranks("loss")

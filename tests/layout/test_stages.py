@@ -99,9 +99,7 @@ def test_stage_split_of_a_published_model() -> None:
         (5, 1, (5,)),
     ],
 )
-def test_stage_split_of_equal_layers_is_even(
-    num_layers: int, stages: int, expected: tuple[int, ...]
-) -> None:
+def test_equal_layers_split_evenly(num_layers: int, stages: int, expected: tuple[int, ...]) -> None:
     assert layers_per_stage(split_evenly(num_layers, stages)) == expected
 
 

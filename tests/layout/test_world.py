@@ -45,9 +45,7 @@ def test_impossible_rank_environment_is_rejected(environ, expected):
 @pytest.mark.parametrize(
     ("rank", "ranks_of_node", "expected"), [("1", "1", True), ("1", "2", False), ("5", "1", False)]
 )
-def test_ranks_of_an_impossible_environment_are_on_no_other_node(
-    rank: str, ranks_of_node: str, expected: bool
-) -> None:
+def test_impossible_ranks_are_on_one_node(rank: str, ranks_of_node: str, expected: bool) -> None:
     """They cannot be joined to be told that this one is refused."""
     environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
     assert has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
@@ -180,9 +178,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> int:
     return free_port(slurm_port(JOB))
 
 
-def test_rank_0_of_srun_names_a_port_that_is_taken(
-    step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_of_srun_names_a_taken_port(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.engine.processes.slurm_port", lambda: step)
     world = World(0, 2, launcher="slurm")
     with socket.create_server(("", step)):

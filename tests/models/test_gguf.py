@@ -165,9 +165,7 @@ def converted(python: Path, exports: Path) -> None:
 
 
 @pytest.mark.gate("gguf")
-def test_llama_cpp_computes_the_same_with_every_export(
-    tokenizers: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_llama_cpp_agrees_with_exports(tokenizers: tuple[Path, list[str]], tmp_path: Path) -> None:
     python, (home, texts) = compiled(folder("gguf")), tokenizers
     exports = {
         (kind, name): Export.written(tmp_path / "exports" / f"{kind}-{n}", config, home / kind)
@@ -195,9 +193,7 @@ def test_llama_cpp_computes_the_same_with_every_export(
 
 
 @pytest.mark.gate("gguf")
-def test_llama_cpp_knows_tokens_that_were_added(
-    tokenizers: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_llama_cpp_knows_added_tokens(tokenizers: tuple[Path, list[str]], tmp_path: Path) -> None:
     """By the commands of docs/models.md."""
     python, (home, texts) = compiled(folder("gguf")), tokenizers
     page = (REPOSITORY / "docs" / "models.md").read_text()

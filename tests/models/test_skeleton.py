@@ -89,9 +89,7 @@ ATTENTION = {f"{LAYER}self_attn.{part}_proj.weight" for part in "qkvo"}
     ],
     ids=["llama", "gpt2", "mixtral"],
 )
-def test_matrices_decay_and_norms_and_embeddings_do_not(
-    config: dict[str, object], expected: set[str]
-) -> None:
+def test_only_matrices_in_layers_decay(config: dict[str, object], expected: set[str]) -> None:
     decayed = {p.name for p in described_parameters(empty(config)) if p.matrix}
     assert {name for name in decayed if ".1." not in name} == expected
     assert {name.replace(".1.", ".0.") for name in decayed} == expected

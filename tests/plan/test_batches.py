@@ -114,9 +114,7 @@ def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None
 
 
 @pytest.mark.parametrize(("words", "remedy"), beside(__file__, "batches.toml")["too_much"])
-def test_a_batch_that_reads_more_than_the_epochs_is_said(
-    words: str, remedy: str, planned: Planner
-) -> None:
+def test_batch_larger_than_the_epochs_is_said(words: str, remedy: str, planned: Planner) -> None:
     counts = Counts(4, 4, is_masked=False)
     made = planned(words, estimate=False)
     events = repetition_events(made, steps_of(made, counts), counts)

@@ -32,9 +32,7 @@ WINDOW = "model.overrides.model_type=mistral model.overrides.sliding_window"
 SOFT_CAPS = "sdpa has no soft-capped attention scores, which gemma2 models have"
 
 
-def test_soft_capped_scores_take_varlen_beside_flash_attn(
-    packages: Packages, planned: Planner
-) -> None:
+def test_soft_caps_take_varlen_beside_flash_attn(packages: Packages, planned: Planner) -> None:
     packages("flash_attn")
     made = planned(f"{ON_H100} model.name=gemma-2-9b", estimate=False)
     assert (made.config.model.attention, made.attention_why) == ("varlen", SOFT_CAPS)
@@ -145,9 +143,7 @@ def test_weights_of_another_function_are_refused(planned: Planner) -> None:
 
 
 @pytest.mark.gate("plan")
-def test_run_resumes_compiled_with_the_uncompiled_curve(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_compiled_run_resumes_the_curve(zygote: Zygote, data: list[str], tmp_path: Path) -> None:
     words = [
         f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero3_offload.json'}",
         *(*SMALL_MODEL, *SHORT_RUN, *data, "model.checkpointing=full", "sample.tokens=6"),

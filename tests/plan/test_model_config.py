@@ -83,9 +83,7 @@ def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
     assert "; did you mean gpt2-124m" in problem
 
 
-def test_missing_weights_folder_is_not_taken_for_a_preset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_folder_is_not_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Presets have no weights."""
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
@@ -193,9 +191,7 @@ def test_frequencies_are_those_of_the_factor(config: Config, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("changes", [{}, {"partial_rotary_factor": 0.5}], ids=["whole", "in part"])
 @pytest.mark.parametrize("config", [NEW, OLD], ids=["rope_parameters", "rope_theta"])
-def test_ntk_has_the_frequencies_of_dynamic_at_the_full_length(
-    config: Config, changes: Config, tmp_path: Path
-) -> None:
+def test_ntk_equals_dynamic_at_full_length(config: Config, changes: Config, tmp_path: Path) -> None:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -54,9 +54,7 @@ def test_rotary_override_reaches_model_in_any_config_style(
 
 
 @pytest.mark.parametrize(("config", "word"), TABLES["own_reader"])
-def test_rotary_overrides_of_classes_with_a_reader_of_their_own(
-    config: Config, word: str, tmp_path: Path
-) -> None:
+def test_rotary_overrides_with_their_own_reader(config: Config, word: str, tmp_path: Path) -> None:
     before = hf_config({**MODEL, **config}).rope_parameters
     assert hf_config(load(tmp_path, config, word)).rope_parameters != before
 
@@ -111,9 +109,7 @@ def test_an_override_that_changes_nothing_is_refused(
 
 
 @pytest.mark.parametrize(("words", "expected"), TABLES["refused"])
-def test_a_rotary_setting_that_its_type_does_not_read_or_lacks(
-    words: list[str], expected: str, tmp_path: Path
-) -> None:
+def test_rotary_setting_unread_or_missing(words: list[str], expected: str, tmp_path: Path) -> None:
     for config in (NEW, OLD):
         with pytest.raises(ConfigError) as refused:
             load(tmp_path, config, *words)

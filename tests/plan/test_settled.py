@@ -111,9 +111,7 @@ def test_settings_of_the_user_are_not_settled(planned: Planner, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("first", "then"), [(10, 2), (2, 4)])
-def test_a_batch_that_the_ranks_chose_is_kept(
-    first: int, then: int, planned: Planner, tmp_path: Path
-) -> None:
+def test_ranks_batch_is_kept(first: int, then: int, planned: Planner, tmp_path: Path) -> None:
     made = planned(f"RANKS={first} run.dir={tmp_path}", estimate=False)
     record(made, tmp_path)
     again = planned(f"RANKS={then} run.dir={tmp_path}", estimate=False)

@@ -88,9 +88,7 @@ def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch: pytest.M
     assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
 
 
-def test_nvme_begins_where_temporary_files_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nvme_begins_in_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     section = shipped("zero3_nvme").deepspeed["zero_optimization"]["offload_optimizer"]
     assert (section["device"], section["nvme_path"]) == ("nvme", str(tmp_path))

@@ -55,9 +55,7 @@ def chosen(plan: Plan) -> tuple[str, bool, int]:
         (LLAMA, ("none", False, 8)),  # ranks on the CPU
     ],
 )
-def test_a_plan_chooses_what_is_open(
-    line: str, expected: tuple[str, bool, int], planned: Planner
-) -> None:
+def test_plan_chooses_options(line: str, expected: tuple[str, bool, int], planned: Planner) -> None:
     assert chosen(planned(line)) == expected
 
 

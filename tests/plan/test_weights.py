@@ -92,9 +92,7 @@ def test_a_file_that_is_no_whole_one_is_named_with_its_size(
 
 @pytest.mark.parametrize("name", FILES["not_beside"])
 @pytest.mark.parametrize("absolute", [False, True])
-def test_an_index_names_safetensors_beside_it_alone(
-    name: str, absolute: bool, tmp_path: Path
-) -> None:
+def test_index_names_safetensors_beside_it_alone(name: str, absolute: bool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     for place in ("outside.safetensors", "model/weights.bin", "model/sub/inside.safetensors"):
@@ -145,9 +143,7 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "reason"), FILES["told_apart"].items())
-def test_what_is_no_folder_of_safetensors_is_told_apart(
-    file: str, reason: str, tmp_path: Path
-) -> None:
+def test_kinds_of_no_safetensors_are_told_apart(file: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(b"x")
     (problem,) = weight_file_problems(str(tmp_path), opens=True)
     assert reason in problem

@@ -100,9 +100,7 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", rest_in_gate("pages", SLIDING), ids=lambda page: page.slug)
-def test_the_first_slider_shows_what_the_call_returns(
-    tab: Tab, studio: Studio, page: StudioPage
-) -> None:
+def test_first_slider_shows_the_calls_result(tab: Tab, studio: Studio, page: StudioPage) -> None:
     """By keyboard, on every page: all its numbers, tables and texts of pictures."""
     slider = next(control for control in page.controls if isinstance(control, Slider))
     values = list(slider.values)

@@ -225,9 +225,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("slug", BY_SLUG)
-def test_a_page_shows_what_its_function_returns(
-    slug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_page_shows_its_result(slug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     monkeypatch.setattr("tools.studio_app.runs._roots", [tmp_path])
@@ -253,9 +251,7 @@ def test_a_page_shows_what_its_function_returns(
     rest_in_gate("pages", map(tuple, TABLES["options"])),
     ids=lambda values: "-".join(values),
 )
-def test_options_of_a_model_are_planned_as_on_the_command_line(
-    query: dict[str, str], keys: dict[str, Any]
-) -> None:
+def test_options_are_planned_as_by_the_command(query: dict[str, str], keys: dict[str, Any]) -> None:
     """The page's memory, time and command, against the plan that the command makes."""
     defaults = {"model.name": "llama-3-8b", "data.seq_len": 4096, "train.micro_batch": 1}
     words = [
@@ -343,9 +339,7 @@ def test_own_json_is_planned_and_its_mistakes_are_shown() -> None:
 
 
 @pytest.mark.parametrize(("slug", "query", "words"), TABLES["too_far"])
-def test_a_slider_too_far_is_answered_with_its_name(
-    slug: str, query: dict[str, str], words: list[str]
-) -> None:
+def test_slider_too_far_names_itself(slug: str, query: dict[str, str], words: list[str]) -> None:
     page = BY_SLUG[slug]
     notes = [getattr(f, "text", "") for f in shown_by(page, read_values(page.controls, query))]
     assert all(word in notes[0] for word in words), notes
