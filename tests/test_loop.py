@@ -95,9 +95,7 @@ def test_memory_in_use_equals_the_estimate(undisturbed: RunFolder) -> None:
     assert (undisturbed.read_plan() or {})["estimate"]["peak_phase"]
 
 
-def test_another_learning_rate_is_refused_until_it_is_allowed(
-    undisturbed: RunFolder, data: list[str], tmp_path: Path
-) -> None:
+def test_another_rate_is_refused(undisturbed: RunFolder, data: list[str], tmp_path: Path) -> None:
     other = stochastic(data, undisturbed.path, "optim.lr=1e-4")
     refused = run_ranks(other, tmp_path / "refused")
     assert refused.codes == [2, 2]
@@ -211,9 +209,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in LAUNCHERS
     ],
 )
-def test_every_launcher_starts_a_clone_that_was_never_installed(
-    launcher: str, clone: Path, data: list[str], tmp_path: Path
-) -> None:
+def test_launcher_needs_no_pip(launcher: str, clone: Path, data: list[str], tmp_path: Path) -> None:
     program, *options = (word.format(port=free_port()) for word in LAUNCHERS[launcher])
     command = [Path(sys.executable).with_name(program), *options, clone / "harness" / "train.py"]
     run_dir = tmp_path / "run"

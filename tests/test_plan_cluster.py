@@ -232,9 +232,7 @@ def test_shown_layouts_are_planned_and_rejected_ones_excluded() -> None:
 @pytest.mark.parametrize(
     ("model", "gpus", "seq_len", "batch", "expected"), rows_of("recommended", 2)
 )
-def test_recommended_layout_is_least_risky_within_error(
-    model: str, gpus: int, seq_len: int, batch: int, expected: str
-) -> None:
+def test_least_risky_layout(model: str, gpus: int, seq_len: int, batch: int, expected: str) -> None:
     answered = answer_to(*job(model, gpus, "h100-80", seq_len, batch))
     best, quickest = answered.best, answered.quickest
     assert best is not None
@@ -274,9 +272,7 @@ def test_planner_answer_has_a_row_per_way() -> None:
 
 
 @pytest.mark.parametrize(("model", "gpus", "gpu", "seq_len", "batch"), rows_of("sums", 2))
-def test_sums_of_shared_parts_are_the_estimates_of_whole_layouts(
-    model: str, gpus: int, gpu: str, seq_len: int, batch: int
-) -> None:
+def test_sums_of_shared_parts(model: str, gpus: int, gpu: str, seq_len: int, batch: int) -> None:
     """Every axis, offload, precision and window: one layout for each way to divide."""
     _, question = job(model, gpus, gpu, seq_len, batch)
     shape = question.some.shape

@@ -252,9 +252,7 @@ def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("gpus", "json_name", "words"), TABLES["jobs"])
-def test_a_job_that_can_be_trained_is_not_refused_when_small(
-    gpus: int, json_name: str, words: str, tmp_path: Path
-) -> None:
+def test_trainable_job_is_accepted(gpus: int, json_name: str, words: str, tmp_path: Path) -> None:
     """Neither in its own layout nor in the other one."""
     settings = words.split()
     if "model.lora.rank=16" in settings:

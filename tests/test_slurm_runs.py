@@ -70,9 +70,7 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
 
 
 @pytest.mark.gate("slurm")
-def test_fine_tuning_survives_hang_kill_and_lost_node(
-    slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path
-) -> None:
+def test_fine_tuning_survives(slurm: PrivateSlurm, fine_tuning: list[str], tmp_path: Path) -> None:
     run = RunFolder(tmp_path / "run")
     job = submit(slurm, tmp_path, *fine_tuning, f"run.dir={run.path}", preflight=False)
     job.until(lambda: goes_on(run, attempt=1), "the first attempt")

@@ -41,9 +41,7 @@ def spoilt_lines(path: Path) -> Path:
     return path
 
 
-def test_bad_lines_are_left_out_counted_and_named_at_every_start(
-    opened: Opened, refused: Refused, tmp_path: Path
-) -> None:
+def test_bad_lines_are_skipped_and_named(opened: Opened, refused: Refused, tmp_path: Path) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
     problems = refused(path)
     assert len(problems) == 4

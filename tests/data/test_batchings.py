@@ -328,9 +328,7 @@ def test_pools_end_with_stream_epoch_and_change_of_shares() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (3, 1), (1, 6)])
-def test_contiguous_row_stays_on_its_rank_and_micro_batch(
-    ranks: int, micro_batch: int, folders: Iterator[Path]
-) -> None:
+def test_contiguous_rows_keep_ranks(ranks: int, micro_batch: int, folders: Iterator[Path]) -> None:
     stream = Contiguous(Corpus(next(folders), Documents.drawn([12] * 40, 0)).packed(), 6)
     for rank in range(ranks):
         steps = stream.steps(

@@ -329,9 +329,7 @@ def test_values_of_a_row_come_before_those_of_the_run(
     assert data.fingerprint != opened(path, **options).fingerprint
 
 
-def test_a_value_that_the_template_does_not_read_is_refused(
-    refused: Refused, write_jsonl: Written, chatml_dir: str
-) -> None:
+def test_unread_value_is_refused(refused: Refused, write_jsonl: Written, chatml_dir: str) -> None:
     path = write_jsonl({"messages": [USER, BOT]})
     (problem,) = refused(path, tokenizer=chatml_dir, template_values={"think": True})
     assert problem.startswith("data.template_values names think, which the chat template of ")

@@ -157,9 +157,7 @@ def test_any_prefix_has_its_shares_within_one_sample(wanted: list[Fraction]) -> 
 @given(
     wanted=SHARES, change=st.integers(1, 900), seed=st.integers(0), limited=st.integers(0, 1 << 8)
 )
-def test_each_source_is_read_in_order_without_gaps(
-    wanted: list[Fraction], change: int, seed: int, limited: int
-) -> None:
+def test_sources_have_no_gaps(wanted: list[Fraction], change: int, seed: int, limited: int) -> None:
     """Also across limits and changes, and the same one by one as all at once."""
     draw = np.random.default_rng(seed)
     limits = [int(draw.integers(1, 400)) if limited >> n & 1 else None for n in range(len(wanted))]

@@ -37,9 +37,7 @@ def new(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("packing", ["stream", "whole", None])
-def test_kept_samples_have_the_documents_and_masks_of_the_data(
-    pairs: Opened, packing: str | None, tmp_path: Path
-) -> None:
+def test_kept_samples_equal_the_data(pairs: Opened, packing: str | None, tmp_path: Path) -> None:
     options = {"packing": packing} if packing else {"batching": "length_grouped"}
     stream = pairs(**options).train
     kept = [stream.documents_of(index) for index in range(stream.samples)]

@@ -211,9 +211,7 @@ def test_a_padding_token_outside_of_the_vocabulary_is_named() -> None:
         ("granite", {}, [{"attention"}]),
     ],
 )
-def test_layers_are_told_apart_by_how_tokens_see_each_other(
-    model_type: str, changes: dict[str, Any], kinds: list[set[str]]
-) -> None:
+def test_attention_kinds(model_type: str, changes: dict[str, Any], kinds: list[set[str]]) -> None:
     config = {"model_type": model_type, **SIZES, "num_hidden_layers": len(kinds), **changes}
     layers = shape_of(Request(config, None, "bf16", "sdpa", 1, 16))["body"]["layers"]
     mixers = [{kind for _, _, kind in layer} & {"attention", "states"} for layer in layers]

@@ -125,9 +125,7 @@ def test_stage_0_in_bf16_is_stage_1(zygote: Zygote, data: list[str], tmp_path: P
 
 
 @pytest.mark.parametrize("mistake", ["a value that transformers refuses", "a pointer for weights"])
-def test_late_ds_problems_are_one_report_before_building(
-    mistake: str, zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_late_json_problems(mistake: str, zygote: Zygote, data: list[str], tmp_path: Path) -> None:
     words = [*data, *SMALL_MODEL, *SHORT_RUN, f"run.dir={tmp_path / 'run'}"]
     if mistake == "a pointer for weights":
         pointer = tmp_path / "model.safetensors"

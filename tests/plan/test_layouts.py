@@ -38,9 +38,7 @@ GPT2 = "model.name=gpt2-124m data.seq_len=1024 ds.zero_optimization.stage=1"
         (f"RANKS=2 {TENSORS} model.name=$bloom_slow data.seq_len=16", (1, 1, 2, 1, 1)),
     ],
 )
-def test_ranks_are_divided_and_deepspeed_does_not_divide_again(
-    line: str, sizes: tuple[int, ...], planned: Planner
-) -> None:
+def test_ranks_are_divided_once(line: str, sizes: tuple[int, ...], planned: Planner) -> None:
     made = planned(line)
     grid = made.grid
     assert (grid.data, grid.sequence, grid.tensor, grid.expert, grid.pipeline) == sizes

@@ -155,9 +155,7 @@ def test_a_json_of_the_hugging_face_trainer_works_unchanged(planned: Planner) ->
     assert saved["grid"]["data"] == 2
 
 
-def test_automatic_bf16_is_fp32_on_a_cpu_that_only_emulates_it(
-    monkeypatch: pytest.MonkeyPatch, planned: Planner
-) -> None:
+def test_emulated_bf16_is_not_automatic(monkeypatch: pytest.MonkeyPatch, planned: Planner) -> None:
     monkeypatch.setattr(resolve_auto, "cpu_has_bf16", lambda: False)
     made = planned(AUTO)
     assert (made.precision, made.deepspeed["bf16"]["enabled"]) == ("fp32", False)

@@ -66,9 +66,7 @@ def test_a_hub_id_is_asked_last(name: str, folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/gpt2_124m"])
-def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_hub_is_not_awaited(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import constants  # it has read the environment already
 
     def unknown(*_: object) -> None:

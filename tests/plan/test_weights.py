@@ -77,9 +77,7 @@ def tensor(dtype: object, shape: list[int], offsets: list[int]) -> bytes:
     ],
 )
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_file_that_is_no_whole_one_is_named_with_its_size(
-    data: bytes, reason: str, shard: bool, tmp_path: Path
-) -> None:
+def test_partial_file_has_its_size(data: bytes, reason: str, shard: bool, tmp_path: Path) -> None:
     name = "model-00002-of-00002.safetensors" if shard else ONE
     if shard:
         (tmp_path / "model-00001-of-00002.safetensors").write_bytes(WHOLE)

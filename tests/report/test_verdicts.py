@@ -186,9 +186,7 @@ def learning(first: float, last: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("first", "last", "steps", "events", "verdict", "what", "changed"), TABLES["too_little"]
 )
-def test_a_model_that_learned_too_little_is_not_to_be_tried(
-    first, last, steps, events, verdict, what, changed, tmp_path
-):
+def test_too_little_learning_is_told(first, last, steps, events, verdict, what, changed, tmp_path):
     record = plan() | {"total_steps": steps}
     run = read(write_run(tmp_path / "run", learning(first, last), events, record))
     assert any(verdict in v.text for v in verdicts(run) if v.kind == "warning")
