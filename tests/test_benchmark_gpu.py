@@ -60,13 +60,7 @@ def test_every_rung_stands_on_those_before_it() -> None:
     case = Case("base", {"train.micro_batch": "2"})
     for rung in LADDER:
         case = case.on_top(rung)
-    assert case.settings == {
-        "train.micro_batch": "2",
-        "model.attention": "flash_attention_2",
-        "model.kernels": "liger",
-        "model.compile": "true",
-        "model.checkpointing": "full",
-    }
+    assert case.settings == beside(__file__, "benchmark_gpu.toml")["ladder"]
 
 
 def test_the_device_is_waited_for_between_windows_of_steps() -> None:

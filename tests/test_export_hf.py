@@ -23,18 +23,11 @@ from harness.run import exporting
 from harness.run.exporting import ExportDiffers, ExportOptions, attention_of_run, export
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, environment, run_ranks, train_command
+from tests.tables import beside
 from tools.export_hf import _bytes, main
 
 JSONS = REPOSITORY / "ds_configs"
-# As a script. transformers and accelerate import DeepSpeed in many places if it is installed.
-WITHOUT_DEEPSPEED = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    assert "deepspeed" not in sys.modules
-"""
+WITHOUT_DEEPSPEED = beside(__file__, "export_hf.toml")["without_deepspeed"]
 
 
 @pytest.fixture(scope="module")

@@ -68,17 +68,7 @@ def test_what_other_trainers_call_a_key_is_one_of_ours() -> None:
     assert words - {"zero3.json"} <= ours
 
 
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("train.method", "reinforcement learning"),
-        ("kto", ": not supported; docs/alternatives.md"),
-        ("model.load_in_8bit", ": not supported; docs/alternatives.md"),
-        ("model.fp8", "; did you mean model.float8?"),
-        ("flash_attention_2", "; did you mean model.attention?"),
-        ("gradient-accumulation-steps", "; did you mean train.global_batch (micro-batch x"),
-    ],
-)
+@pytest.mark.parametrize(("key", "said"), beside(__file__, "foreign.toml")["other_trainers"])
 def test_keys_of_other_trainers_are_answered(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_run_config(None, [f"{key}=true"])

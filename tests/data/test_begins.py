@@ -23,6 +23,7 @@ from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
 from tests.data.conftest import Opened, Refused, Written
+from tests.tables import beside
 
 WORDS = "the model reads a long question and answers it in word or two".split()  # noqa: SIM905
 MARK = "\u2581"
@@ -93,13 +94,7 @@ def documents(
 
 
 every = pytest.mark.parametrize("name", BACKENDS)
-PAIRS = [
-    ("the answer: ", "is 3."),
-    ("the ans", "wer is"),
-    ("a", ""),
-    ("", "the model"),
-    ("1+2=", " 3"),
-]
+PAIRS = beside(__file__, "begins.toml")["pairs"]
 
 
 @every

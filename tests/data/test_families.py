@@ -229,11 +229,7 @@ def test_what_a_template_leaves_out_is_counted(name: str) -> None:
     if family.calls == "refused" or "text beside a call" in family.refused:
         return
     read = Read(name, CONVERSATIONS["text beside a call"], TOOLS)
-    kinds = {
-        "written": [],
-        "alone": ["assistant turns whose text the template leaves out beside calls"],
-        "ignored": ["assistant turns rendered without their tool calls (not learned)"],
-    }
+    kinds = beside(__file__, "families.toml")["kinds"]
     assert [note for note in read.notes if "calls" in note] == kinds[family.calls]
 
 

@@ -271,14 +271,7 @@ def test_regular_files_of_a_tokenizer_are_copied_alone(kept: Path, tmp_path: Pat
     copied = sorted(
         str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")
     )
-    assert copied == [
-        "additional_chat_templates",
-        "additional_chat_templates/tool.jinja",
-        "chat_template.jinja",
-        "tokenizer.json",
-        "tokenizer.model",
-        "tokenizer_config.json",
-    ]
+    assert copied == TABLES["copied"]
     assert "code.py" not in copy_tokenizer(kept, tmp_path / "trusted", with_code=True)
 
 

@@ -25,16 +25,7 @@ def test_states_match_table_1_of_the_zero_paper(stage, gigabytes):
     assert paper_bytes(7_500_000_000, stage, 64) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "whole"),
-    [
-        ({}, True),
-        ({"stage": 2}, False),
-        ({"stage3_max_live_parameters": 900_000}, False),  # a layer has 467,328
-        ({"leaf_module": {"classes": ["LlamaAttention"]}}, False),
-        ({"checkpointing": "reversible"}, False),
-    ],
-)
+@pytest.mark.parametrize(("changes", "whole"), TABLES["whole_layers"])
 def test_zero_3_takes_layers_as_a_whole_but_where_it_may_not(changes, whole):
     run = run_of(**{"stage": 3, **changes})
     assert run.gathers_layers is whole

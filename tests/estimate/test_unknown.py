@@ -23,6 +23,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
 from harness.run.dry_run import dry_run
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.estimate_memory import traced_saved
 
@@ -30,13 +31,7 @@ SIZES = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
 SIZES |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 UNKNOWN = ("stablelm", "granite", "starcoder2", "cohere", "olmo", "glm")
-# Layers of several kinds.
-MIXED = {
-    "qwen3_next": {"num_hidden_layers": 8},
-    "glm4_moe": {"num_hidden_layers": 4, "first_k_dense_replace": 1},
-    "gemma3_text": {"num_hidden_layers": 12, "sliding_window": 64},
-    "jamba": {"num_hidden_layers": 8},
-}
+MIXED = beside(__file__, "unknown.toml")["mixed"]
 
 
 @pytest.fixture(scope="module", autouse=True)

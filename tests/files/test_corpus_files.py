@@ -27,6 +27,7 @@ from harness.files.paths import expanded_path, option_path, user_path
 from tests.data.glancing import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
 
 def refused(path: Path | str, **options: object) -> list[str]:
@@ -297,19 +298,12 @@ def test_a_path_of_a_key_is_expanded_or_refused_by_the_key(monkeypatch):
 
 # --- folders of a process ---
 
-LIVES = """
-import sys
-from pathlib import Path
-from harness.files.folder_lock import make_folder
-print(make_folder(Path(sys.argv[1]), "optimizer").name, flush=True)
-sys.stdin.read()
-"""
-
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     others = tmp_path / "others"
     others.mkdir()
-    command = [sys.executable, "-c", LIVES, str(tmp_path)]
+    lives = beside(__file__, "corpus_files.toml")["lives"]
+    command = [sys.executable, "-c", lives, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
         assert process.stdout is not None

@@ -21,7 +21,9 @@ from harness.layout.world import (
 )
 from tests.tables import beside
 
-ROWS = beside(__file__, "world.toml")["rows"]
+TABLES = beside(__file__, "world.toml")
+
+ROWS = TABLES["rows"]
 
 
 def variables(*texts: str) -> dict[str, str]:
@@ -51,15 +53,7 @@ def test_impossible_ranks_are_on_one_node(rank: str, ranks_of_node: str, expecte
     assert has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "rounds"),
-    [
-        ({}, False),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:128"}, False),
-    ],
-)
+@pytest.mark.parametrize(("environ", "rounds"), TABLES["allocators"])
 def test_the_users_allocators_are_read(environ, rounds, monkeypatch):
     monkeypatch.setattr("harness.layout.world.torch_version", lambda: "2.13.0")
     world = World.from_environ({**environ, "DS_ACCELERATOR": "cuda"})
@@ -94,11 +88,6 @@ def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatc
     assert find_accelerator({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
 
 
-NVIDIA_SMI = """#!/bin/sh
-echo 'GPU 0: NVIDIA H200 (UUID: GPU-01ab)'
-echo 'GPU 1: NVIDIA L4 (UUID: GPU-02cd)'
-echo '  MIG 1g.5gb Device 0: (UUID: MIG-3)'
-"""
 FIRST, SECOND = "NVIDIA H200", "NVIDIA L4"
 
 
@@ -114,7 +103,7 @@ def test_gpu_name_is_that_of_the_first_visible_gpu(tmp_path, monkeypatch, source
             text = f"Model: \t\t {name}\nIRQ:   \t\t 18\nGPU UUID: \t {uuid}\n"
             (folder / "information").write_text(text)
     else:
-        (tool := tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+        (tool := tmp_path / "nvidia-smi").write_text(TABLES["nvidia_smi"])
         tool.chmod(0o755)
     names = {None: FIRST, "0": FIRST, "1,0": SECOND, "GPU-02": SECOND, "7": FIRST, "MIG-9": FIRST}
     for visible, name in names.items():

@@ -39,37 +39,6 @@ TOKENS, TEXTS = 40, 100  # compared: logits of a text, ids of texts
 CLOSE = 1e-3  # relative to the largest logit: llama.cpp looks up gelu in a table of halves
 KINDS = {"bpe": "default", "byte_bpe": "byte-level"}
 NO_SPACE = {"tokenizer.ggml.add_space_prefix": False}
-_CONVERTS = """
-import os, pathlib, sys
-source, exports = sys.argv[1:]
-sys.path.insert(0, source)
-import convert_hf_to_gguf
-from conversion.base import TextModel
-
-for export in sorted(pathlib.Path(exports).iterdir()):
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    if export.name.startswith("byte_bpe"):  # as docs/export.md does
-        TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    sys.argv = ["", str(export), "--outtype", "f32", "--outfile", str(export / "model.gguf")]
-    try:
-        convert_hf_to_gguf.main()
-    except BaseException as error:
-        (export / "refused").write_text(repr(error))
-    os._exit(0)
-"""
-_OPENS = """
-import json, sys
-import llama_cpp
-
-job = json.load(open(sys.argv[1]))
-how = {"n_ctx": 64, "n_threads": 1, "type_k": 0, "type_v": 0, "verbose": False}
-model = llama_cpp.Llama(job["path"], logits_all=True, kv_overrides=job["overrides"], **how)
-ids = [model.tokenize(text.encode(), special=job["special"]) for text in job["texts"]]
-model.eval(job["ids"])
-print(json.dumps([ids, model.scores[: len(job["ids"])].tolist()]))
-"""
 
 
 def compiled(home: Path) -> Path:
@@ -126,7 +95,7 @@ class Export:
         job = {"path": str(self.path / "model.gguf"), "texts": texts, "ids": ids}
         job |= {"special": special, "overrides": overrides}
         (self.path / "job.json").write_text(json.dumps(job))
-        command = [python, "-c", _OPENS, self.path / "job.json"]
+        command = [python, "-c", _TABLES["opens"], self.path / "job.json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-300:]
         found, logits = json.loads(done.stdout.splitlines()[-1])
@@ -159,7 +128,7 @@ def reason(error: str) -> str:
 def converted(python: Path, exports: Path) -> None:
     """Convert every folder in `exports`."""
     source = python.parents[1] / "source" / "vendor" / "llama.cpp"
-    command = [python, "-c", _CONVERTS, source, exports]
+    command = [python, "-c", _TABLES["converts"], source, exports]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 

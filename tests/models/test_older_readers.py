@@ -29,31 +29,6 @@ OLDER = "4.57.*"
 Config = dict[str, Any]
 _TABLES = beside(__file__, "older_readers.toml", with_parts=True)
 _SIZES, MORE, TOKENIZERS = (_TABLES[name] for name in ("sizes", "more", "tokenizers"))
-_OPENS = """
-import json, pathlib, sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
-
-found = {"version": __version__}
-for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    try:
-        if (folder / "tokenizer.json").exists():
-            found[folder.name] = AutoTokenizer.from_pretrained(folder)(sys.argv[2]).input_ids
-            continue
-        brings_code = (folder / "modeling_as_trained.py").exists()
-        how = {"trust_remote_code": True} if brings_code else {"attn_implementation": "eager"}
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **how
-        )
-        expected = torch.load(folder / "logits.pt")
-        with torch.no_grad():
-            logits = model.eval()(input_ids=torch.arange(3, 43)[None]).logits
-        off = ((logits - expected).abs().max() / expected.abs().max()).item()
-        found[folder.name] = off, report["missing_keys"], report["unexpected_keys"]
-    except Exception as error:
-        found[folder.name] = f"{type(error).__name__}: {error}"
-print(json.dumps(found, default=list))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +54,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
     """Return what transformers 4 reads from the subfolders of a folder."""
     done = subprocess.run(
-        [python, "-c", _OPENS, folder, text],
+        [python, "-c", _TABLES["opens"], folder, text],
         capture_output=True,
         text=True,
         check=False,

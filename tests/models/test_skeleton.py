@@ -20,15 +20,9 @@ from harness.plan.attention import AttentionNeeds
 from harness.plan.model_config import find_model_config, preset_names
 from tests.engine.small import CONFIGS, MODEL
 from tests.models.small import attention_of, built
+from tests.tables import beside
 
 LLAMA = {**MODEL, "num_hidden_layers": 2}
-OWN_CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
 
 
 def empty(config: dict[str, object]):
@@ -46,7 +40,7 @@ def test_tied_weights_of_a_model_with_its_own_code(
     classes = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnForCausalLM"}
     config = {**LLAMA, "model_type": "own", "auto_map": classes, "tie_word_embeddings": tied}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "code.py").write_text(OWN_CODE)
+    (folder / "code.py").write_text(beside(__file__, "skeleton.toml")["own_code"])
     expected = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     assert tied_names(config, str(folder), True) == expected
     with pytest.raises(ValueError, match="own code, which --trust-remote-code runs"):

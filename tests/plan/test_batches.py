@@ -200,16 +200,7 @@ def test_the_plan_knows_what_models_carry() -> None:
 
 
 def test_all_that_is_in_the_way_of_carrying_is_named_at_once(planned: Planner) -> None:
-    words = {
-        "model.compile": "true",
-        "model.stochastic_depth": "0.1",
-        "model.lora.rank": "4",
-        "data.mix": """'[{path="a"}, {path="b"}]'""",
-        "data.batching": "padded",
-        "data.document_mask": "true",
-        "ramp.batch_from": "8",
-        "ramp.length_from": "32",
-    }
+    words = beside(__file__, "batches.toml")["carried"]
     ramps = "ramp.batch_tokens=10000 ramp.length_tokens=1000"
     ds: dict[str, Any] = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
     line = " ".join(f"{key}={value}" for key, value in words.items())

@@ -166,14 +166,7 @@ def test_sections_that_may_change_exist() -> None:
     assert {*FREE_SECTIONS} <= {*RunConfig.model_fields}
 
 
-@pytest.mark.parametrize(
-    ("words", "other", "before"),
-    [
-        (["data.packing=stream"], "data.packing=whole", "stream"),
-        (["data.date=2024-07-26"], "data.date=2024-07-27T09:30", "2024-07-26"),
-        (["data.bos=off"], "data.bos=auto", "off"),
-    ],
-)
+@pytest.mark.parametrize(("words", "other", "before"), TABLES["other_values"])
 def test_another_value_takes_the_users_word(
     words: list[str], other: str, before: str, tmp_path: Path
 ) -> None:

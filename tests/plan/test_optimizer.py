@@ -24,6 +24,7 @@ from harness.run.resumption import foreseen
 from tests.engine.small import MODEL
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
+from tests.tables import beside
 
 
 def test_what_is_adopted_has_the_jsons_key_as_its_origin() -> None:
@@ -124,17 +125,7 @@ START = f"{SHORT} model.init_from=$small"
 """A run that starts from given weights."""
 
 
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ("", 3),
-        ("optim.lr=2e-3", 3),  # a key of the user's restores no other default
-        ("optim.lr=2e-3 optim.schedule=linear train.steps=40", 3),
-        ("optim.warmup_steps=7", 7),
-        ("optim.warmup_ratio=0.1", 10),
-        ("ds.scheduler.type=WarmupLR ds.scheduler.params.warmup_num_steps=5", 5),
-    ],
-)
+@pytest.mark.parametrize(("words", "steps"), beside(__file__, "optimizer.toml")["warm_ups"])
 def test_the_warm_up_is_a_share_of_the_run(words: str, steps: int, planned: Planner) -> None:
     made = planned(f"{START} {words}", estimate=False)
     assert made.schedule(100).warmup == steps

@@ -23,10 +23,7 @@ YARN = '{rope_type="yarn", factor=4.0, original_max_position_embeddings=512}'
 NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 OLD = {"rope_theta": 1e6}
 BOTH = {**NEW, **OLD, "rope_scaling": None}
-LAYERS = {
-    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
+LAYERS = TABLES["layers"]
 HAS_NO_DEFAULT = ("gemma4_assistant",)
 QWEN = {**MODEL, "model_type": "qwen2", "sliding_window": None, "use_sliding_window": False}
 

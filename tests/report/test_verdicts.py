@@ -129,15 +129,7 @@ def test_the_memory_of_a_small_model_has_no_verdict(tmp_path):
         assert sum(v.text.startswith("Memory") for v in judged) == count
 
 
-@pytest.mark.parametrize(
-    ("losses", "part"),
-    [
-        ((5.0, 3.0, 2.98), "train longer"),
-        ((5.0, 3.0, 2.99), None),
-        ((5.0, 3.0, 3.02), None),
-        ((5.0, 3.0, 3.04), "The best weights are those of step 100"),
-    ],
-)
+@pytest.mark.parametrize(("losses", "part"), TABLES["evaluations"])
 def test_advice_follows_the_last_evaluations(tmp_path, losses, part):
     changes = evaluated(*losses)
     lines = [line_at(step) | changes.get(step, {}) for step in range(1, 201)]
@@ -205,10 +197,7 @@ def test_a_model_that_learned_is_to_be_tried(tmp_path):
 
 
 def test_a_run_that_was_too_short_says_so_once(tmp_path):
-    events = [
-        {"kind": "few_steps", "message": "the run takes only 2 steps"},
-        {"kind": "unfinished_warmup", "message": "the run ends during its warm-up"},
-    ]
+    events = TABLES["short"]
     run = read(write_run(tmp_path / "run", events=2 * events))
     (warning,) = (v.text for v in verdicts(run) if v.kind == "warning")
     assert warning == "The run takes only 2 steps; the run ends during its warm-up."
