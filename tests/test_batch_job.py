@@ -137,9 +137,8 @@ def test_end_names_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixtu
     for name in ("step-00000008", "step-00000080", ".unfinished-step-00000088"):
         (run.checkpoints_dir / name).mkdir(parents=True)
     batch_job.main(["verdict", "train.py", "137", str(run.path), "1"])
-    assert capsys.readouterr().err.endswith(
-        "train.py ended with 137; newest checkpoint: step-00000080\n"
-    )
+    ended = "train.py ended with 137; newest checkpoint: step-00000080\n"
+    assert capsys.readouterr().err.endswith(ended)
 
 
 def test_uncounted_job_is_not_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

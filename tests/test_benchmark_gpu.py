@@ -42,11 +42,8 @@ SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 def test_sweeps_are_combined_each_by_each() -> None:
     cases = [*swept({"model.name": "tiny"}, ["micro_batch=1,2", "model.checkpointing=none,full"])]
     assert len(cases) == 4
-    assert cases[-1].settings == {
-        "model.name": "tiny",
-        "train.micro_batch": "2",
-        "model.checkpointing": "full",
-    }
+    more = {"train.micro_batch": "2", "model.checkpointing": "full"}
+    assert cases[-1].settings == {"model.name": "tiny", **more}
     assert [case.name for case in swept({}, [])] == ["base"]
 
 

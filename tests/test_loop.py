@@ -33,9 +33,8 @@ METRICS = {
 def opened(data: list[str]) -> Data:
     """Return the data that the arguments name."""
     path, cache = (argument.partition("=")[2] for argument in data)
-    return build_data(
-        DataSpec(DataConfig(path=path, cache_dir=cache, seq_len=32), model_vocab_size=512)
-    )
+    config = DataConfig(path=path, cache_dir=cache, seq_len=32)
+    return build_data(DataSpec(config, model_vocab_size=512))
 
 
 def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:

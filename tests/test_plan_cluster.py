@@ -255,9 +255,8 @@ def test_risks_are_counted(changes: dict[str, Any], expected: list[int]) -> None
 
 
 def test_room_is_what_the_most_memory_leaves() -> None:
-    counted: Any = SimpleNamespace(
-        peak_interval=(80, 96), question=SimpleNamespace(device_bytes=100)
-    )
+    question = SimpleNamespace(device_bytes=100)
+    counted: Any = SimpleNamespace(peak_interval=(80, 96), question=question)
     assert [Counted.has_room(counted, share) for share in (0.03, 0.05)] == [True, False]
 
 
@@ -362,10 +361,8 @@ def test_each_launcher_has_a_script_that_runs_anywhere(tmp_path: Path) -> None:
     whole = run_tool("plan_cluster", *JOB, *nodes, "--write", two).stdout
     scripts = {"ds.json", "run.toml", "job.sh", "kubernetes.yaml"}
     assert {path.name for path in one.iterdir()} == {*scripts, "sbatch.sh"}
-    assert {path.name for path in two.iterdir()} == {
-        *scripts,
-        *("hostfile", "hostfile.sh", "torchrun.sh"),
-    }
+    scripts |= {"hostfile", "hostfile.sh", "torchrun.sh"}
+    assert {path.name for path in two.iterdir()} == scripts
     clone, empty = tmp_path / "a clone", tmp_path / "empty"
     for folder in (empty, clone / "slurm"):
         folder.mkdir(parents=True)
@@ -373,12 +370,8 @@ def test_each_launcher_has_a_script_that_runs_anywhere(tmp_path: Path) -> None:
         (clone / name).write_text(f'#!/bin/sh\nprintf "%s\\n" "$PWD" {name} "$@"\n')
         (clone / name).chmod(0o755)
     (clone / "slurm/site.env").write_text("export PATH=$PWD:$PATH\n")
-    env = {
-        "PATH": os.environ["PATH"],
-        "CLONE": str(clone),
-        "NODE_RANK": "1",
-        "MASTER_ADDR": "node1",
-    }
+    env = {"PATH": os.environ["PATH"], "NODE_RANK": "1", "MASTER_ADDR": "node1"}
+    env["CLONE"] = str(clone)
     words = {}
     for path in (*one.glob("*.sh"), *two.glob("*.sh")):
         assert f"clone=${{CLONE:-{REPOSITORY}}} #" in path.read_text()

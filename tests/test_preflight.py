@@ -268,10 +268,8 @@ def test_network_failure_is_reported_and_group_abandoned(monkeypatch: pytest.Mon
     meeting = SimpleNamespace(world=World(), store=dist.HashStore())
     try:
         links, has_left = network.measure_links(meeting, ["here"], limit_s=30)
-        assert (links.problem, links.stage) == (
-            "RuntimeError: planted",
-            "all-reduce over all ranks",
-        )
+        assert links.problem == "RuntimeError: planted"
+        assert links.stage == "all-reduce over all ranks"
         assert (has_left, dist.is_initialized()) == (False, True)
     finally:
         dist.destroy_process_group()

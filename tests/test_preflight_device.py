@@ -55,10 +55,9 @@ def test_preflight_queries_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> No
     ecc = "Enabled, 0 uncorrected errors"
     expected = checks.Driver("550.127.05", "12.4", "0000:06:00", 16, ecc)
     assert asked(monkeypatch) == expected
-    silent = dict.fromkeys(
-        name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystem"))
-    )
-    silent = {name: Exception for name in silent if not name.endswith("HandleByUUID")}
+    starts = ("nvmlDeviceGet", "nvmlSystem")
+    names = [name for name in vars(fake_nvml()) if name.startswith(starts)]
+    silent = {name: Exception for name in names if not name.endswith("HandleByUUID")}
     assert asked(monkeypatch, **silent) == checks.Driver()
 
 

@@ -289,9 +289,8 @@ def test_zero_3_partitions_the_small_model_as_the_large() -> None:
 
 
 def test_layers_per_stage_keep_their_proportion() -> None:
-    made = job(
-        *("model.name=llama-1b", "ds.pipeline.partition=[12,4]"), gpus=2, json_name="pipeline2.json"
-    )
+    words = ("model.name=llama-1b", "ds.pipeline.partition=[12,4]")
+    made = job(*words, gpus=2, json_name="pipeline2.json")
     assert made.deepspeed["pipeline"]["partition"] == [3, 1]
     assert made.model["num_hidden_layers"] == 4
 

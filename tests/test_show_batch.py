@@ -73,9 +73,8 @@ def loss_of(shown: dict[str, Any], export: Path) -> float:
 def test_transformers_logs_the_same_loss(runs: tuple[Path, Path], show: Callable[..., str]) -> None:
     start, run = runs
     first, second = (json.loads(show("--step", step, "--json")) for step in "12")
-    logged = {
-        line["step"]: line["loss"] for line in RunFolder(run).read_metrics() if "loss" in line
-    }
+    lines = RunFolder(run).read_metrics()
+    logged = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert loss_of(first, start / "export") == pytest.approx(logged[1], rel=2e-6)
     # Any other batch is detected.
     assert loss_of(second, start / "export") != pytest.approx(logged[1], rel=1e-4)

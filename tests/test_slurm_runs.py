@@ -57,16 +57,12 @@ def fine_tuning(tmp_path_factory: pytest.TempPathFactory, tokenizer_dir: str) ->
     (folder / "pairs.jsonl").write_text("\n".join(map(json.dumps, lines)))
     model = (f"model.name={folder / 'm'}", f"model.init_from={folder / 'm'}")
     data = (f"data.path={folder / 'pairs.jsonl'}", f"data.cache_dir={folder / 'cache'}")
-    batch = (
-        "data.seq_len=128",
-        "train.global_batch=16",
-        "train.micro_batch=2",
-        f"train.steps={MANY_STEPS}",
-    )
+    batch = ("data.seq_len=128", "train.global_batch=16", "train.micro_batch=2")
     save = ("save.every=4", "save.keep=99", "eval.every=0", "sample.tokens=0", "save.export=false")
     guard = ("guard.hang_floor_s=15", "guard.hang_factor=8")
     zero3 = REPOSITORY / "ds_configs" / "zero3.json"
-    return [f"--deepspeed={zero3}", *model, *data, *batch, *save, *guard]
+    ds = (f"--deepspeed={zero3}", f"train.steps={MANY_STEPS}")
+    return [*ds, *model, *data, *batch, *save, *guard]
 
 
 @pytest.mark.gate("slurm")

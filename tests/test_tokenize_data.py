@@ -31,10 +31,8 @@ WORDS = "the model reads a text and learns which word follows another".split()  
 
 
 def records(count: int) -> list[dict[str, str]]:
-    return [
-        {"text": " ".join(WORDS[(n * 7 + k) % len(WORDS)] for k in range(5 + n % 30))}
-        for n in range(count)
-    ]
+    words = ((WORDS[(n * 7 + k) % len(WORDS)] for k in range(5 + n % 30)) for n in range(count))
+    return [{"text": " ".join(each)} for each in words]
 
 
 @pytest.fixture

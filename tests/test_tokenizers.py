@@ -23,15 +23,8 @@ TEXTS = [
     ),
     *(f"def area_{n}(radius):\n    return {n} * radius ** 2  # squared\n" for n in range(60)),
 ]
-HARD = [
-    "",
-    " ",
-    "  two  spaces\n\n",
-    "</s> <s> <0x41> ▁ _",
-    "日本語 🎉 ελληνικά",
-    "\t\0a",
-    TEXTS[3] * 3,
-]
+HARD = ["", " ", "  two  spaces\n\n", "</s> <s> <0x41> ▁ _", "日本語 🎉 ελληνικά", "\t\0a"]
+HARD += [TEXTS[3] * 3]
 
 
 @pytest.fixture(scope="module")
@@ -99,9 +92,8 @@ def words(tmp_path: Path) -> Path:
     """Return a tokenizer of whole words that knows three of them."""
     backend = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "bb": 3, "ccc": 4}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token="</s>"
-    )
+    special = {"unk_token": "<unk>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.save_pretrained(tmp_path / "words")
     return tmp_path / "words"
 

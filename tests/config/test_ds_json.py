@@ -97,9 +97,7 @@ def test_ds_json_distinguishes_literals_from_auto() -> None:
 @pytest.mark.gate("plan")
 def test_the_table_of_keys_is_what_the_installed_deepspeed_says() -> None:
     code = "from tests.gates import generate_ds_keys; print(generate_ds_keys.as_text(), end='')"
-    fresh = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True
-    ).stdout
+    fresh = subprocess.check_output([sys.executable, "-c", code], text=True)
     assert json.loads(fresh) == ds_keys()
     size = (REPOSITORY / "harness" / "config" / "ds_keys.json").stat().st_size
     assert size < 300 * 1024

@@ -158,7 +158,5 @@ def _targets(stream: Stream, documents: Documents) -> Iterator[Token]:
             for place in range(1, min(SEQ_LEN, len(documents.ids[number]))):
                 yield number, place
     else:
-        joined = [
-            (number, place) for number in numbers for place in range(len(documents.ids[number]))
-        ]
+        joined = [(n, place) for n in numbers for place in range(len(documents.ids[n]))]
         yield from joined[1 : 1 + stream.samples * SEQ_LEN]

@@ -74,9 +74,7 @@ def test_too_many_bad_rows_reject_the_run(opened: Opened, refused: Refused, tmp_
         "data.bad_rows_limit is 0.1, but 5 of 40 (12.5%) rows are bad: fix them, or raise it; "
         "the first of each kind:"
     )
-    assert [problem.split(": ")[1] for problem in others] == [
-        f"{path}:{line}" for line in (4, 8, 12, 40)
-    ]
+    assert [text.split(": ")[1] for text in others] == [f"{path}:{n}" for n in (4, 8, 12, 40)]
     for limit in (0.125, 5):
         assert opened(path, **options, bad_rows_limit=limit).documents == 35
     # Cached data is checked against the limit of each start.

@@ -97,9 +97,7 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
         within = [at for span in sample.spans for at in range(span.last - span.first)][:SEQ_LEN]
         padding = range(1, len(ids) - len(within) + 1)
         assert batch.position_ids[0].tolist() == [*within, *padding]
-    whole = [
-        (documents.ids[span.document], documents.masked[span.document]) for span in sample.spans
-    ]
+    whole = [(documents.ids[s.document], documents.masked[s.document]) for s in sample.spans]
     kept = [
         (ids[span.first : span.last], masked[span.first : span.last])
         for span, (ids, masked) in zip(sample.spans, whole, strict=True)
@@ -174,10 +172,8 @@ def test_ranks_share_a_step_without_overlap(
     assert len(of_ranks[0].batches) <= accumulation
     rounds = zip(*(data.batches for data in of_ranks), strict=True)
     batches = [batch for of_round in rounds for batch in of_round]
-    shared, whole = (
-        [row for batch in batches for row in rows(batch)],
-        stream.batch(first, global_batch),
-    )
+    shared = [row for batch in batches for row in rows(batch)]
+    whole = stream.batch(first, global_batch)
     if isinstance(stream, Padded) and stream.pools:  # a step is sorted before it is divided
         assert sorted(shared) == sorted(rows(whole))
         widths = [batch.input_ids.shape[1] for batch in batches]
@@ -236,9 +232,8 @@ def test_documents_without_a_target_or_too_long_are_in_no_sample(
 @every_batching
 def test_the_seed_changes_the_order(name: str, folders: Iterator[Path]) -> None:
     documents = Documents.drawn([12] * 40, 0)
-    first, again, other = (
-        BATCHINGS[name](Corpus(next(folders), documents, seed)) for seed in (0, 0, 1)
-    )
+    corpora = [Corpus(next(folders), documents, seed) for seed in (0, 0, 1)]
+    first, again, other = (BATCHINGS[name](corpus) for corpus in corpora)
     read = [[stream.sample(index).spans for index in range(20)] for stream in (first, again, other)]
     assert read[0] == read[1]
     assert (read[0] == read[2]) == (name == "contiguous")

@@ -34,13 +34,11 @@ def spaced(legacy: bool) -> Tokenizer:
     letters = sorted({*"".join(WORDS), *"0123456789.,=+\n ", MARK})
     merges = [(MARK, "a"), ("t", "h"), ("th", "e"), (MARK, "the"), (MARK, MARK), ("e", "s")]
     vocab = ["<unk>", "<s>", "</s>", *letters, *("".join(pair) for pair in merges)]
-    backend = Tokenizer(
-        models.BPE({token: n for n, token in enumerate(vocab)}, merges, unk_token="<unk>")
-    )
+    tokens = {token: n for n, token in enumerate(vocab)}
+    backend = Tokenizer(models.BPE(tokens, merges, unk_token="<unk>"))
     if legacy:
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
-        )
+        marks = [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
+        backend.normalizer = normalizers.Sequence(marks)
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Metaspace()
@@ -292,9 +290,8 @@ class SlowTokenizer(PreTrainedTokenizerFast):
 
 def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(write_jsonl: Written) -> None:
     fast = tokenizer_of("bytes")
-    tokenizer = SlowTokenizer(
-        tokenizer_object=fast.backend_tokenizer, bos_token="<s>", eos_token="</s>"
-    )
+    backend = fast.backend_tokenizer
+    tokenizer = SlowTokenizer(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
     assert documents(tokenizer, path) == documents(fast, path)
     for labels, is_told in (("011", True), ("0101", False), ("010", False), ("10", False)):

@@ -30,9 +30,8 @@ WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it
 
 
 def text(number: int, words: int = 60) -> str:
-    return (
-        " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)) + f" {number}.\n"
-    )
+    words_of_text = (WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words))
+    return " ".join(words_of_text) + f" {number}.\n"
 
 
 def everything(data: Data) -> dict[int, list[int]]:

@@ -297,10 +297,8 @@ def test_content_dropped_by_a_template_is_counted_and_reported(
         text = "columns rejected (12), keys of turns score (12), 12 assistant turns rendered"
         assert text in data.summary()[0]
     ids, mask = stored(tmp_path)
-    texts = [
-        data.tokenizer.decode(np.array(row)[np.array(by) > 0])
-        for row, by in zip(ids, mask, strict=True)
-    ]
+    pairs = zip(ids, mask, strict=True)
+    texts = [data.tokenizer.decode(np.array(row)[np.array(by) > 0]) for row, by in pairs]
     assert texts == ["b.<|im_end|>"] * 12
 
 

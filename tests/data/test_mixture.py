@@ -153,9 +153,8 @@ def test_held_out_sets_replace_the_split(opened_run: Opened, sources: dict[str, 
     assert masked == {"pairs": True, "other": False}
     assert named.document_mask
     assert not named.train.document_mask  # held-out sets do not change what training computes
-    assert torch.equal(
-        named.eval_sets["other"].batch(0, 3).input_ids, single.held_out.batch(0, 3).input_ids
-    )
+    of_set = named.eval_sets["other"].batch(0, 3).input_ids
+    assert torch.equal(of_set, single.held_out.batch(0, 3).input_ids)
     assert named.summary()[1].startswith("held-out set pairs: ")
 
 

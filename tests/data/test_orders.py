@@ -145,9 +145,8 @@ def test_any_prefix_has_its_shares_within_one_sample(wanted: list[Fraction]) -> 
     if sum(weights) < MOST_PERIOD:
         assert [Fraction(w, sum(weights)) for w in weights] == [s / sum(wanted) for s in wanted]
     samples = min(2 * sum(weights) + 5, 20_000)
-    sources, _ = MixOrder([Phase(0, tuple(wanted))], [None] * len(wanted)).places(
-        np.arange(samples)
-    )
+    order = MixOrder([Phase(0, tuple(wanted))], [None] * len(wanted))
+    sources, _ = order.places(np.arange(samples))
     drawn = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     ideal = np.arange(1, samples + 1)[:, None] * np.array(weights)  # times the period
     assert np.abs(drawn * sum(weights) - ideal).max() < sum(weights)

@@ -75,9 +75,8 @@ def of_ranks(data: Data, ranks: int = 2, steps: int = 3) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
 def test_ranks_read_samples_of_the_joined_pair(opened: Opened, shards: Path, batching: str) -> None:
-    several, joined = (
-        opened(path, batching=batching) for path in (shards, shards.parent / "joined")
-    )
+    paths = (shards, shards.parent / "joined")
+    several, joined = (opened(path, batching=batching) for path in paths)
     assert several.fingerprint == joined.fingerprint
     assert several.documents == joined.documents == 115
     pairs = zip(of_ranks(several), of_ranks(joined), strict=True)

@@ -84,9 +84,8 @@ TURNS = (
 
 @pytest.mark.parametrize("tags", [f"<{'think' * 20_000}>", "<think>" * 5000])
 def test_tags_of_thoughts_in_a_users_text_are_passed_at_once(tags: str) -> None:
-    tokenizer = tokenizer_of(
-        "chatml", TURNS + PROMPT.replace("assistant\n", "assistant\n<think>\n")
-    )
+    prompt = PROMPT.replace("assistant\n", "assistant\n<think>\n")
+    tokenizer = tokenizer_of("chatml", TURNS + prompt)
     chat = Chat([{"role": "user", "content": f"a {tags} ?"}, BOT])
     rendered = ChatEncoder(tokenizer, "assistant").render(chat)
     ((start, stop),) = rendered.learned
@@ -134,7 +133,5 @@ def test_template_that_rejects_a_conversation_prefix_is_named() -> None:
     tokenizer = without_marks(tokenizer_of("chatml"))
     even = "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}"
     tokenizer.chat_template = even + tokenizer.chat_template
-    with pytest.raises(
-        ValueError, match="rejects the conversation up to that turn: TemplateError:"
-    ):
+    with pytest.raises(ValueError, match="rejects the conversation up to that turn: TemplateErr"):
         ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT, USER, BOT]))

@@ -42,9 +42,7 @@ def test_kept_samples_equal_the_data(pairs: Opened, packing: str | None, tmp_pat
     stream = pairs(**options).train
     kept = [stream.documents_of(index) for index in range(stream.samples)]
     prefix = tmp_path / "kept"
-    count = write_documents(
-        prefix, 8192, [document for documents in kept for document in documents]
-    )
+    count = write_documents(prefix, 8192, [document for sample in kept for document in sample])
     tokens, masks = IndexedTokens(prefix), load_masks(masks_of(prefix))
     assert tokens.documents == count
     learned = ~masks.at(np.arange(len(tokens.ids)))

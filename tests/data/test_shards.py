@@ -204,11 +204,7 @@ def alive(group: int) -> list[str]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it may end meanwhile
             texts.append(path.read_text().rpartition(")")[2].split())
-    return [
-        state
-        for state, _, shard_group, *_ in texts
-        if int(shard_group) == group and state not in "ZX"
-    ]
+    return [state for state, _, of, *_ in texts if int(of) == group and state not in "ZX"]
 
 
 def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int], None]], None]:

@@ -147,9 +147,8 @@ def test_other_tokenizers_are_called_as_they_are(tmp_path: Path) -> None:
     backend = to_backend(train_model([find_corpus(str(tmp_path / "text.txt"))], 300))
     backend.enable_truncation(4)
     backend.enable_padding(length=9)
-    other = PreTrainedTokenizerFast(
-        tokenizer_object=backend, eos_token=EOS, bos_token="<s>", pad_token="<unk>"
-    )
+    special = {"eos_token": EOS, "bos_token": "<s>", "pad_token": "<unk>"}
+    other = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     other.add_bos_token = True
     other.save_pretrained(tmp_path)
     loaded = load_tokenizer(tmp_path)
@@ -268,9 +267,8 @@ def test_regular_files_of_a_tokenizer_are_copied_alone(kept: Path, tmp_path: Pat
         *("code.py", "merges.txt", "notes.md", "tokenizer_link.json", "vocab.txt"),
         "additional_chat_templates/other.jinja",
     ]
-    copied = sorted(
-        str(path.relative_to(tmp_path / "out")) for path in (tmp_path / "out").rglob("*")
-    )
+    out = tmp_path / "out"
+    copied = sorted(str(path.relative_to(out)) for path in out.rglob("*"))
     assert copied == TABLES["copied"]
     assert "code.py" not in copy_tokenizer(kept, tmp_path / "trusted", with_code=True)
 

@@ -203,9 +203,8 @@ def fitted_share(measured: list[Product]) -> Machine:
 @pytest.fixture(scope="module")
 def estimated(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Row, float]]:
     """Return each row with its estimate in tokens per second and GPU."""
-    return [
-        (row, row.step.tokens_per_s_per_gpu) for row in published(tmp_path_factory.mktemp("models"))
-    ]
+    rows = published(tmp_path_factory.mktemp("models"))
+    return [(row, row.step.tokens_per_s_per_gpu) for row in rows]
 
 
 def error(row: Row, rate: float) -> float:

@@ -109,9 +109,8 @@ TINY = 5_015_232  # parameters
     "keys", [{"precision": "fp32"}, {"precision": "bf16"}, {"grad_accum_dtype": "fp32"}]
 )
 def test_zero_2_holds_its_sums_while_it_accumulates(keys):
-    once, again = (
-        estimate_memory(run_of(stage=2, grad_accum=steps, **keys)).worst for steps in (1, 2)
-    )
+    runs = (run_of(stage=2, grad_accum=steps, **keys) for steps in (1, 2))
+    once, again = (estimate_memory(run).worst for run in runs)
     assert "gradients" not in once.phase("forward")
     sums = again.phase("forward")["gradients"]
     if "grad_accum_dtype" in keys:

@@ -100,9 +100,7 @@ def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, num_hidden_layers=4, **kinds).to_dict()
     request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
     request |= {"micro_batch": 1, "seq_len": 128}
-    reference, fused = (
-        memory.traced({**request, "kernels": kernels}) for kernels in ((), STATE_KERNELS)
-    )
+    reference, fused = (memory.traced({**request, "kernels": k}) for k in ((), STATE_KERNELS))
     assert (reference.way, fused.way) == (BY_REFERENCE, WITH_KERNELS)
     assert fused.shape == reference.shape
     assert fused.outside == reference.outside

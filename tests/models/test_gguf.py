@@ -173,10 +173,8 @@ def test_llama_cpp_knows_added_tokens(tokenizers: tuple[Path, list[str]], tmp_pa
     export = Export.written(tmp_path / "exports" / "added", config, home / "added")
     converted(python, tmp_path / "exports")
     texts = [*texts, "<|im_start|>user\nhello<|im_end|>\n"]
-    assert (
-        export.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        in export.tokenizer(texts[-1]).input_ids
-    )
+    end = export.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end in export.tokenizer(texts[-1]).input_ids
     same, off = export.read(python, texts, {})
     assert same == len(texts)
     assert off < CLOSE

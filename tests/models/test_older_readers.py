@@ -41,9 +41,8 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [sys.executable, "-m", "pip", "--python", python, "install"]
     if uv:
         install = [uv, "pip", "install", "--python", python]
-    done = subprocess.run(
-        [*install, f"transformers=={OLDER}"], capture_output=True, text=True, check=False
-    )
+    install.append(f"transformers=={OLDER}")
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"transformers {OLDER} cannot be installed: {done.stderr[-300:]}")
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
@@ -131,9 +130,8 @@ def write_source(folder: Path, config: Config) -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens([AddedToken(word, special=True) for word in words[:5]])
     if config.get("bos_token"):
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 1)]
-        )
+        special = [("<s>", 1)]
+        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=special)
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
     values = {"eos_token": "<|endoftext|>", **config}

@@ -91,9 +91,8 @@ def test_a_dry_run_counts_roughly(planned: Planner, tmp_path: Path) -> None:
     assert "300 documents, 0.0 MiB (roughly 5,700 tokens)" in text  # its tokenizer is elsewhere
     assert "8 windows per step = micro-batch 8 x 1 accumulated" in text
     assert "roughly 300 of 300 documents (100.0%) are longer than data.seq_len = 16 tokens" in text
-    text = dry_run(
-        planned(f"{START} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"), True
-    ).text()
+    padded = f"{START} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"
+    text = dry_run(planned(padded), True).text()
     assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
 
 
@@ -133,9 +132,8 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> Non
     assert "set optim.warmup_ratio=0.03" in warmup["message"]
     assert "takes only 2 steps" in few["message"]
     assert "lower train.global_batch (now 48), or raise train.epochs" in few["message"]
-    assert [event["kind"] for event in length_events(made.config, 19)] == [
-        *("unfinished_warmup", "few_steps")
-    ]
+    kinds = [event["kind"] for event in length_events(made.config, 19)]
+    assert kinds == ["unfinished_warmup", "few_steps"]
     assert length_events(made.config, 20) == length_events(made.config, LEAST_STEPS) == []
     by_tokens = planned("train.tokens=9000 optim.warmup_steps=1", estimate=False)
     (event,) = by_tokens.events

@@ -112,11 +112,8 @@ def test_a_broken_config_is_named(tmp_path: Path, changes: Any, expected: str) -
 
 
 def test_overrides_change_add_merge_and_take_away(folder: Path) -> None:
-    words = (
-        "hidden_size=32",
-        "num_hidden_layers=2",
-        "rope_parameters={rope_type='linear', factor=2.0}",
-    )
+    words = ["hidden_size=32", "num_hidden_layers=2"]
+    words += ["rope_parameters={rope_type='linear', factor=2.0}"]
     config, _ = load(f"model.name={folder}", *(f"model.overrides.{word}" for word in words))
     assert (config["hidden_size"], config["num_hidden_layers"]) == (32, 2)
     expected = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}

@@ -131,9 +131,7 @@ def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> Non
     """The advice names everything that is needed; once followed, it is built."""
     config = {**QWEN, "layer_types": ["full_attention"] * 3}
     problem = problem_of(tmp_path, config, "sliding_window=8")
-    assert (
-        "set model.overrides.use_sliding_window=true and model.overrides.layer_types, " in problem
-    )
+    assert "set model.overrides.use_sliding_window=true and model.overrides.layer_types" in problem
     words = ("use_sliding_window=true", "sliding_window=8")
     late = load(tmp_path, QWEN, *words, "max_window_layers=2")
     assert hf_config(late).layer_types == [*["full_attention"] * 2, "sliding_attention"]
@@ -148,9 +146,8 @@ def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> Non
 def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **NEW}))
     words = ("rope_theta=1000000", "hidden_size=64", f"vocab_size={MODEL['vocab_size']}")
-    run = load_run_config(
-        None, [f"model.name={tmp_path}", *(f"model.overrides.{word}" for word in words)]
-    )
+    named = (f"model.overrides.{word}" for word in words)
+    run = load_run_config(None, [f"model.name={tmp_path}", *named])
     expected = ["rope_theta", "vocab_size"]
     assert already_so({**MODEL, **NEW}, run) == expected
 

@@ -90,6 +90,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, planned: Pl
     plan = planned(f"{H200} {LLAMA} train.micro_batch=2")
     assert plan.config.model.kernels == "none"
     (event,) = [e for e in plan.events if e["kind"] == "chosen"]
-    assert event["message"] == (
-        "model.kernels=none, because liger-kernel is not installed (pip install)"
-    )
+    reason = "because liger-kernel is not installed (pip install)"
+    assert event["message"] == f"model.kernels=none, {reason}"

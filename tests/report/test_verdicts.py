@@ -102,9 +102,7 @@ def evaluated(*losses: float) -> dict[int, dict[str, float]]:
 
 
 def memory(*measured: int) -> dict[str, Any]:
-    rows = [
-        {"point": "peak", "predicted": 100 * 2**30, "measured": size * 2**30} for size in measured
-    ]
+    rows = [{"point": "peak", "predicted": 100 << 30, "measured": size << 30} for size in measured]
     return {"kind": "memory", "rows": rows}
 
 
@@ -115,9 +113,8 @@ def test_verdicts_follow_their_thresholds(tmp_path, case):
     events = [case["event"]] if "event" in case else []
     if "peaks" in case:
         events = [memory(*case["peaks"])]
-        events[0]["rows"] += [
-            row | {"point": "built"} for row in memory(case.get("built", 100))["rows"]
-        ]
+        built = memory(case.get("built", 100))["rows"]
+        events[0]["rows"] += [row | {"point": "built"} for row in built]
     judged = verdicts(read(write_run(tmp_path / "run", lines, events)))
     assert [v.kind for v in judged if v.text.startswith(case["text"])] == [case["kind"]]
 

@@ -254,10 +254,8 @@ def test_page_shows_its_result(slug: str, monkeypatch: pytest.MonkeyPatch, tmp_p
 def test_options_are_planned_as_by_the_command(query: dict[str, str], keys: dict[str, Any]) -> None:
     """The page's memory, time and command, against the plan that the command makes."""
     defaults = {"model.name": "llama-3-8b", "data.seq_len": 4096, "train.micro_batch": 1}
-    words = [
-        f"{key}={value}".replace("tools/", f"{ROOT}/tools/")
-        for key, value in (defaults | keys).items()
-    ]
+    words = [f"{key}={value}" for key, value in (defaults | keys).items()]
+    words = [word.replace("tools/", f"{ROOT}/tools/") for word in words]
     ds, problems = load_ds_json(ROOT / "ds_configs/zero3.json", ["gradient_accumulation_steps=8"])
     assert not problems
     world = World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-sxm")
@@ -326,9 +324,8 @@ def test_the_command_with_a_json_of_ones_own_is_that_of_the_plan() -> None:
 
 
 def test_own_json_is_planned_and_its_mistakes_are_shown() -> None:
-    own = number(
-        figures_of("plan", own_json='{"zero_optimization": {"stage": 1}}'), "Peak on a GPU"
-    )
+    zero_1 = '{"zero_optimization": {"stage": 1}}'
+    own = number(figures_of("plan", own_json=zero_1), "Peak on a GPU")
     assert own != number(figures_of("plan", json="zero2"), "Peak on a GPU")
     page, text = BY_SLUG["plan"], ""
     for own_json in ("{", "[1]", "[" * 100_000, '{"zero_optimization": {"stagee": 1}}'):
@@ -376,9 +373,8 @@ def test_one_micro_batch_is_on_one_device_at_a_time() -> None:
     way = [number(figures_of("layers", progress=str(at)), "Now") for at in range(0, 101, 4)]
     there = ["device 0", "device 1", "device 2", "device 3"]
     assert list(dict.fromkeys(way)) == there
-    assert [now for now, before in zip(way[1:], way, strict=False) if now != before] == (
-        there[1:] + there[2::-1]
-    )
+    changes = [now for now, before in zip(way[1:], way, strict=False) if now != before]
+    assert changes == there[1:] + there[2::-1]
     assert number(figures_of("layers"), "Waiting") == "75%"
 
 
