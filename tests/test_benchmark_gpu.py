@@ -26,15 +26,7 @@ from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed import worker
 from tools.speed.cases import LADDER, Case, measured, swept
-from tools.speed.worker import (
-    FALLBACKS,
-    Enough,
-    Recorder,
-    _ends,
-    call_site,
-    counted_waits,
-    fallbacks,
-)
+from tools.speed.worker import Enough, Recorder, call_site, counted_waits, fallbacks
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 
@@ -61,9 +53,9 @@ def test_every_rung_stands_on_those_before_it() -> None:
 
 
 def test_the_device_is_waited_for_between_windows_of_steps() -> None:
-    assert _ends(5, 20) == [5, 10, 15, 20, 25]
-    assert _ends(1, 3) == [1, 2, 3, 4]
-    assert _ends(2, 1) == [2, 3]
+    assert worker._ends(5, 20) == [5, 10, 15, 20, 25]
+    assert worker._ends(1, 3) == [1, 2, 3, 4]
+    assert worker._ends(2, 1) == [2, 3]
 
 
 def test_waits_of_a_gpu_are_counted_in_an_untimed_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +152,7 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed.startswith("autotuning.enabled is False, not True")
     assert without_bf16 == "fp32, because this CPU has no bfloat16 arithmetic"
     source = "".join(path.read_text() for path in (REPOSITORY / "harness").rglob("*.py"))
-    assert all(f'"{kind}"' in source for kind in FALLBACKS)
+    assert all(f'"{kind}"' in source for kind in worker.FALLBACKS)
 
 
 def test_rates_are_those_of_one_of_the_ranks() -> None:

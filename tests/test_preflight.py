@@ -27,14 +27,7 @@ from tools.preflight_checks import files, network, report
 from tools.preflight_checks.files import Seen, Storage, token
 from tools.preflight_checks.flight import Facts, _rates, judge
 from tools.preflight_checks.machine import Machine, machine_rows
-from tools.preflight_checks.network import (
-    BETWEEN,
-    Links,
-    bus_gb_per_s,
-    neighbour_rows,
-    pair_rounds,
-    ring_rounds,
-)
+from tools.preflight_checks.network import bus_gb_per_s, neighbour_rows, pair_rounds, ring_rounds
 from tools.preflight_checks.report import Row
 
 HOSTS = ["n1", "n2", "n3", "n4"]
@@ -59,7 +52,7 @@ def healthy() -> list[Facts]:
     return [
         Facts(
             clock_s=1000.0,
-            links=Links(all_reduce_gb_per_s=35.0, pairs=pairs[rank], stage="finished"),
+            links=network.Links(all_reduce_gb_per_s=35.0, pairs=pairs[rank], stage="finished"),
             seen=Seen(dict(SEEN)),
             storage=STORAGE,
             machine=replace(MACHINE, gpu_id=f"GPU-{rank}"),
@@ -166,7 +159,7 @@ def test_slow_node_is_named_and_its_neighbours_are_not() -> None:
             (level, other, 4.0 if 2 in (rank, other) else rate)
             for level, other, rate in rank_report.links.pairs
         ]
-    named = row(BETWEEN, reports)
+    named = row(network.BETWEEN, reports)
     assert named.verdict == "warn"
     assert named.found.endswith("slow: n3 (rank 2)")
 
@@ -177,7 +170,7 @@ def test_hanging_network_names_ranks_that_others_wait_for() -> None:
         rank_report.links.problem = "not finished after 60 s"
         rank_report.links.stage = "waiting for others"
         if number in (1, 2):
-            rank_report.links.stage = f"round 2, {BETWEEN}, with rank {3 - number}"
+            rank_report.links.stage = f"round 2, {network.BETWEEN}, with rank {3 - number}"
     result = row("all-reduce", reports)
     assert result.verdict == "FAIL"
     assert result.found.startswith("n2 (rank 1): not finished after 60 s in round 2, links between")

@@ -37,15 +37,7 @@ from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
 from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, data_keys, excerpt, shrunk, size_of
-from tools.rehearsal.stages import (
-    Done,
-    Rehearsal,
-    StageFailed,
-    apart,
-    differing,
-    done_twice,
-    train_command,
-)
+from tools.rehearsal.stages import Done, Rehearsal, apart, differing, done_twice, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
 LAYERS = 4
@@ -271,7 +263,8 @@ def test_trainable_job_is_accepted(gpus: int, json_name: str, words: str, tmp_pa
 def test_small_job_error_is_named_as_the_rehearsal_own(tmp_path: Path) -> None:
     made = job("model.name=llama-3-8b", json_name="tensor2_zero1.json")
     broken = replace(made, model={**made.model, "intermediate_size": 63})
-    with pytest.raises(StageFailed, match=r"not the rehearsal's own small job: .* 63 ") as failed:
+    message = r"not the rehearsal's own small job: .* 63 "
+    with pytest.raises(stages_of_it.StageFailed, match=message) as failed:
         Rehearsal(broken, tmp_path / "made")
     assert (failed.value.stage, failed.value.code) == ("plan", 1)
 

@@ -11,17 +11,8 @@ from typing import Any
 import pytest
 from pydantic import BaseModel
 
-from harness.config.assignments import (
-    MAX_DEPTH,
-    assign,
-    assign_all,
-    beyond_bounds,
-    did_you_mean,
-    flat,
-    parse_assignment,
-    parse_value,
-    parsed_toml,
-)
+from harness.config import assignments
+from harness.config.assignments import assign, flat, parse_assignment, parse_value, parsed_toml
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import EXAMPLES, load_run_config
 from harness.config.sections import help_texts
@@ -86,7 +77,7 @@ def test_assign_creates_missing_tables_and_replaces_no_value() -> None:
 def test_every_mistake_is_told_and_the_rest_is_assigned() -> None:
     tree: dict[str, Any] = {"zero_optimization": {"stage": 1}, "train_batch_size": 4}
     texts = ["zero_optimization.stage=3", "bf16.enabled=auto", "x", "train_batch_size.y=1"]
-    assigned, problems = assign_all(tree, texts)
+    assigned, problems = assignments.assign_all(tree, texts)
     assert assigned == {"zero_optimization.stage": 3, "bf16.enabled": "auto"}
     assert tree["zero_optimization"] == {"stage": 3}
     assert tree["bf16"] == {"enabled": "auto"}
@@ -106,7 +97,7 @@ def test_every_mistake_is_told_and_the_rest_is_assigned() -> None:
 def test_unknown_key_suggests_nearest_name(word: str, meant: str | None) -> None:
     names = ["train.steps", "train.seed", "optim.lr", "optim.name", "optim.eps", "model.name"]
     names += ["train.global_batch", "train.micro_batch"]
-    assert did_you_mean(word, names) == (f"; did you mean {meant}?" if meant else "")
+    assert assignments.did_you_mean(word, names) == (f"; did you mean {meant}?" if meant else "")
 
 
 # Bounds.
@@ -123,7 +114,7 @@ def nested(depth: int) -> Any:
     ("tree", "beyond"),
     [
         ({"a": nested(5), "b": {"c": 2**63 - 1}, "d": ["数据", True, 1e300, None]}, False),
-        ({"a": nested(MAX_DEPTH + 1)}, True),
+        ({"a": nested(assignments.MAX_DEPTH + 1)}, True),
         ({"a": {"b": nested(100_000)}}, True),
         ({"a": [1, -(2**70)]}, True),
         ({"a": 16**6000}, True),
@@ -133,7 +124,7 @@ def nested(depth: int) -> Any:
     ],
 )
 def test_config_values_out_of_bounds_are_rejected(tree: Any, beyond: bool) -> None:
-    assert bool(beyond_bounds(tree)) == beyond
+    assert bool(assignments.beyond_bounds(tree)) == beyond
 
 
 @pytest.mark.parametrize(

@@ -18,18 +18,8 @@ from harness.data.batches import Contiguous, HeldOutText, Stream, share_of_rank
 from harness.data.packed_documents import TooLong
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded, Pools
-from tests.data.batchings import (
-    BATCHINGS,
-    DOCUMENTS,
-    EOS,
-    PROPERTY,
-    ROWS,
-    SEQ_LEN,
-    Corpus,
-    Documents,
-    Token,
-    tokens_learned,
-)
+from tests.data import batchings
+from tests.data.batchings import BATCHINGS, DOCUMENTS, PROPERTY, ROWS, SEQ_LEN, Corpus, Documents
 
 every_batching = pytest.mark.parametrize("name", BATCHINGS)
 TENSORS = ("input_ids", "labels", "position_ids", "sources", "windows", "goes_on")
@@ -66,12 +56,12 @@ def rows(batch: Batch) -> list[Row]:
 
 
 def _unpadded(row: list[tuple[int, int]]) -> Row:
-    while row and row[-1] == (EOS, IGNORED):
+    while row and row[-1] == (batchings.EOS, IGNORED):
         row.pop()
     return tuple(row)
 
 
-def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
+def learned_in(stream: Stream, index: int, documents: Documents) -> list[batchings.Token]:
     """Compare a sample with its documents; return the tokens learned in it."""
     sample = stream.sample(index)
     batch = sample.batch
@@ -111,7 +101,7 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
 @given(documents=DOCUMENTS)
 def test_targets_are_learned_once(name: str, documents: Documents, folders: Iterator[Path]) -> None:
     stream = BATCHINGS[name](corpus_of(folders, documents))
-    expected = Counter(tokens_learned(stream, documents))
+    expected = Counter(batchings.tokens_learned(stream, documents))
     assert set(expected.values()) == {1}
     samples = stream.samples
     assert expected == Counter(
@@ -342,4 +332,4 @@ def test_contiguous_rows_keep_ranks(ranks: int, micro_batch: int, folders: Itera
 def test_the_end_of_a_document_is_always_a_target(is_stored: bool, folders: Iterator[Path]) -> None:
     packed = Corpus(next(folders), Documents.drawn([5] * 40, 1, is_stored)).packed(seq_len=1)
     labels = packed.read(np.arange(packed.num_windows)).labels
-    assert (labels == EOS).sum() == packed.split.num_documents
+    assert (labels == batchings.EOS).sum() == packed.split.num_documents

@@ -13,15 +13,7 @@ from harness.layout.box import uncovered
 from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid, Share
 from harness.layout.shape import Shape
-from harness.layout.tensor import (
-    SUMMED,
-    TensorPlan,
-    expert_plan,
-    plan_of,
-    tensor_plan,
-    tensor_problems,
-    tensor_shard,
-)
+from harness.layout.tensor import TensorPlan, expert_plan, plan_of, tensor_plan, tensor_shard
 from harness.models.adapters import add_adapters
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import CONFIGS
@@ -73,7 +65,7 @@ def test_fewer_key_heads_than_ranks_are_shared() -> None:
 def test_indivisible_layer_error_names_valid_sizes(
     model_type: str, config: dict[str, Any], ranks: int, problem: str
 ) -> None:
-    assert problem in tensor_problems(shape(model_type, **config), ranks)[0]
+    assert problem in tensor_module.tensor_problems(shape(model_type, **config), ranks)[0]
 
 
 def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
@@ -100,7 +92,7 @@ def test_tensor_ranks_cover_parameters(model_type: str, config: dict[str, Any], 
 
 def test_trained_activation_in_sharded_mlp_sums_its_gradient() -> None:
     plan = TensorPlan.make("apertus", 4, 2, 96)
-    assert plan.style_of("model.layers.0.mlp.act_fn") == SUMMED
+    assert plan.style_of("model.layers.0.mlp.act_fn") == tensor_module.SUMMED
 
 
 @pytest.mark.parametrize(

@@ -8,17 +8,7 @@ import pytest
 from harness.engine.processes import set_environment
 from harness.errors import ConfigError
 from harness.layout import world as module
-from harness.layout.world import (
-    World,
-    cpu_has_bf16,
-    find_accelerator,
-    find_gpu_name,
-    free_port,
-    has_other_nodes,
-    is_free,
-    slurm_port,
-    visible_gpus,
-)
+from harness.layout.world import World, find_accelerator, free_port, slurm_port, visible_gpus
 from tests.tables import beside
 
 TABLES = beside(__file__, "world.toml")
@@ -50,7 +40,7 @@ def test_impossible_rank_environment_is_rejected(environ, expected):
 def test_impossible_ranks_are_on_one_node(rank: str, ranks_of_node: str, expected: bool) -> None:
     """They cannot be joined to be told that this one is refused."""
     environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
+    assert module.has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
 
 
 @pytest.mark.parametrize(("environ", "rounds"), TABLES["allocators"])
@@ -96,7 +86,7 @@ def test_gpu_name_is_that_of_the_first_visible_gpu(tmp_path, monkeypatch, source
     """Containers and WSL may lack /proc/driver/nvidia."""
     monkeypatch.setattr(module, "NVIDIA_PROC", tmp_path / "gpus")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpu_name({}) is None
+    assert module.find_gpu_name({}) is None
     if source == "/proc":
         for place, name, uuid in (("17", FIRST, "GPU-01ab"), ("2a", SECOND, "GPU-02cd")):
             (folder := tmp_path / "gpus" / f"0000:{place}:00.0").mkdir(parents=True)
@@ -108,7 +98,7 @@ def test_gpu_name_is_that_of_the_first_visible_gpu(tmp_path, monkeypatch, source
     names = {None: FIRST, "0": FIRST, "1,0": SECOND, "GPU-02": SECOND, "7": FIRST, "MIG-9": FIRST}
     for visible, name in names.items():
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        assert find_gpu_name(environ) == name, visible
+        assert module.find_gpu_name(environ) == name, visible
     assert visible_gpus({}) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-02,"}) == ["4", "GPU-02"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
@@ -132,7 +122,7 @@ def test_bf16_of_a_cpu_is_read_from_the_kernel(tmp_path, monkeypatch, flags, exp
     monkeypatch.setattr(module, "CPU_INFO", tmp_path / "cpuinfo")
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
-    assert cpu_has_bf16() is expected
+    assert module.cpu_has_bf16() is expected
 
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "1"}
@@ -149,9 +139,9 @@ def test_every_job_restart_and_step_has_a_port_of_its_own() -> None:
 def test_a_port_that_somebody_listens_on_is_not_free(host: str) -> None:
     port = free_port(29_999)  # wraps around to the first port
     with socket.create_server((host, port)):
-        assert not is_free(port)
+        assert not module.is_free(port)
         assert free_port(port) not in (port, 30_000)
-    assert is_free(port)
+    assert module.is_free(port)
 
 
 @pytest.fixture

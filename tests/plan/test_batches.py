@@ -8,14 +8,8 @@ import pytest
 
 from harness.layout.state_size import CARRIED
 from harness.models.recurrent_state import WINDOWS
-from harness.plan.batches import (
-    LEAST_STEPS,
-    SMALLEST,
-    length_events,
-    open_keys,
-    repetition_events,
-    steps_of,
-)
+from harness.plan import batches
+from harness.plan.batches import length_events, open_keys, repetition_events, steps_of
 from harness.plan.plan import Counts, Plan
 from harness.plan.text import settled, summary
 from harness.run.dry_run import dry_run
@@ -58,7 +52,7 @@ def test_a_batch_is_no_smaller_than_the_ranks_need(planned: Planner) -> None:
     many = planned(f"RANKS=64 EXAMPLES=1000 WINDOWS=300 {START}", estimate=False)
     (why,) = [event["message"] for event in many.events if event["kind"] == "follows_data"]
     assert "the ranks need at least 64 windows per step" in why
-    assert planned(f"RANKS=3 {START}", estimate=False, counts=SMALLEST).global_batch == 3
+    assert planned(f"RANKS=3 {START}", estimate=False, counts=batches.SMALLEST).global_batch == 3
 
 
 def test_the_plan_says_what_follows_and_why(planned: Planner) -> None:
@@ -134,7 +128,7 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> Non
     assert "lower train.global_batch (now 48), or raise train.epochs" in few["message"]
     kinds = [event["kind"] for event in length_events(made.config, 19)]
     assert kinds == ["unfinished_warmup", "few_steps"]
-    assert length_events(made.config, 20) == length_events(made.config, LEAST_STEPS) == []
+    assert length_events(made.config, 20) == length_events(made.config, batches.LEAST_STEPS) == []
     by_tokens = planned("train.tokens=9000 optim.warmup_steps=1", estimate=False)
     (event,) = by_tokens.events
     assert "takes only 2 steps" in event["message"]

@@ -26,18 +26,9 @@ from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
 from tests.tables import beside
 from tests.tiers import rest_in_gate
+from tools.studio_app import page as page_module
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, Table, html_of
-from tools.studio_app.page import (
-    ABOUT,
-    LESSONS,
-    Choice,
-    Page,
-    Slider,
-    Typed,
-    not_shown,
-    query_of,
-    read_values,
-)
+from tools.studio_app.page import Choice, Page, Slider, Typed, not_shown, query_of, read_values
 from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
@@ -114,7 +105,8 @@ def test_home_page_lists_pages_in_lesson_order() -> None:
     assert links == [page.slug for page in PAGES]
     assert sorted(links) == sorted(files)
     order = ["Data", "Memory", "Precision", "Parallelism", "Optimization", "Monitoring"]
-    assert list(ABOUT) == list(dict.fromkeys(lesson.group for lesson in LESSONS.values())) == order
+    groups = dict.fromkeys(lesson.group for lesson in page_module.LESSONS.values())
+    assert list(page_module.ABOUT) == list(groups) == order
 
 
 @every_page
