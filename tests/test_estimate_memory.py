@@ -24,11 +24,7 @@ TABLES = beside(__file__, "estimate_memory.toml")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOL = REPOSITORY / "tools/estimate_memory.py"
-STABLE_KEYS = {
-    *("allocated_gib", "reserved_gib", "driver_gib", "shown_gib"),
-    *("peak_allocated_gib", "peak_reserved_gib", "host_gib_per_node", "nvme_gib_per_node"),
-    *("components", "phases", "ranks", "checkpoint_gib", "evidence", "verdict"),
-}
+STABLE_KEYS = {*TABLES["stable_keys"]}
 LARGE = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero3.json", "--gpus", "64")
 run = partial(run_tool, "estimate_memory")
 

@@ -1,6 +1,5 @@
 """Configs of other programs are recognized, and so are our two files if swapped."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,7 @@ from harness.config.run_file import load_run_config, other_names
 from harness.errors import ConfigError
 from tests.tables import beside
 
-MODEL = json.dumps(
-    dict.fromkeys(["architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers"])
-)
-DS_JSON = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
-OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'
+TABLES = beside(__file__, "foreign.toml")
 
 
 def problem_of(path: Path, wanted: str) -> str:
@@ -28,7 +23,7 @@ def problem_of(path: Path, wanted: str) -> str:
 
 
 @pytest.mark.parametrize("wanted", ["deepspeed", "run"])
-@pytest.mark.parametrize("program", beside(__file__, "foreign.toml")["programs"])
+@pytest.mark.parametrize("program", TABLES["programs"])
 def test_foreign_config_is_one_line(tmp_path: Path, wanted: str, program: dict[str, Any]) -> None:
     path = tmp_path / "config.yml"
     path.write_text(program["text"])
@@ -39,16 +34,7 @@ def test_foreign_config_is_one_line(tmp_path: Path, wanted: str, program: dict[s
     assert "as keys of the run config" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted", "expected"),
-    [
-        (MODEL, "deepspeed", "is a model's config.json, not a DeepSpeed JSON"),
-        (MODEL, "deepspeed", "model.name="),
-        (OWN, "deepspeed", "is a run config, not a DeepSpeed JSON: give it with --config"),
-        (json.dumps(DS_JSON, indent=2), "run",
-         "is a DeepSpeed JSON, not a run config: give it with --deepspeed"),
-    ],
-)  # fmt: skip
+@pytest.mark.parametrize(("text", "wanted", "expected"), TABLES["swapped"])
 def test_configs_are_told_apart(text: str, wanted: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     assert expected in problem_of(tmp_path / "config", wanted)
@@ -68,7 +54,7 @@ def test_what_other_trainers_call_a_key_is_one_of_ours() -> None:
     assert words - {"zero3.json"} <= ours
 
 
-@pytest.mark.parametrize(("key", "said"), beside(__file__, "foreign.toml")["other_trainers"])
+@pytest.mark.parametrize(("key", "said"), TABLES["other_trainers"])
 def test_keys_of_other_trainers_are_answered(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_run_config(None, [f"{key}=true"])

@@ -15,6 +15,7 @@ from harness.data.run_tokenizer import build_tokenizer
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from tests.data.conftest import Opened, Written
+from tests.tables import beside
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 
@@ -158,24 +159,7 @@ def test_held_out_sets_replace_the_split(opened_run: Opened, sources: dict[str, 
     assert named.summary()[1].startswith("held-out set pairs: ")
 
 
-ALL, COPY = '{path="d/a.jsonl"}', '{path="d/b.jsonl"}'
-DE, EN, EVEN = (
-    f'{{path="d/a.jsonl", name="x{value}", where={{{column}="{value}"}}}}'
-    for column, value in (("l", "de"), ("l", "en"), ("n", "0"))
-)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "overlap"),
-    [
-        (ALL, '{path="d/../d/a.jsonl", min_tokens=2}', False),
-        (ALL, COPY, False),
-        (DE, EN, False),
-        (ALL, DE, True),
-        (EVEN, DE, True),
-        ('{path="d"}', ALL, True),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "overlap"), beside(__file__, "mixture.toml")["overlaps"])
 def test_sources_that_overlap_hold_out_the_same_documents(
     opened_run: Opened, write_jsonl: Written, tmp_path: Path, one: str, other: str, overlap: bool
 ) -> None:

@@ -120,18 +120,7 @@ def test_zero_2_holds_its_sums_while_it_accumulates(keys):
     assert again.phase("backward_last")["gradients"] == 2 * sums
 
 
-@pytest.mark.parametrize(
-    ("keys", "component", "place", "size"),
-    [
-        ({"stage": 3, "zero_hpz_partition_size": 2, "ranks": 4}, "secondary parameters", "", TINY),
-        ({"stage": 2, "type": "AdamW8bit"}, "scales of a checkpoint", "host", 8 * TINY // 2),
-        ({"accelerator": "cuda"}, "cuBLAS workspaces", "", 2 * 32 * 2**20),
-        (  # four buffers in fp32 of the largest parameter, the embedding
-            {"stage": 3, "device": "nvme", "sub_group_size": 1},
-            *("nvme optimizer buffers", "host", 4 * 4 * 8192 * 192 // 2),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "component", "place", "size"), TABLES["optional"])
 def test_optional_parts_are_counted(keys, component, place, size):
     (part,) = [p for p in estimate_memory(run_of(**keys)).worst.parts if p.component == component]
     assert (part.bytes, part.place) == (size, place or "device")

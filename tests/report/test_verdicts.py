@@ -37,18 +37,7 @@ def test_memory_verdict_needs_oom_in_the_last_attempt(tmp_path, outcome, attempt
     assert ("It ran out of memory. it helps to X" in advice(run)[0].text) == is_reason
 
 
-LR = "optimizer.params.lr"
-
-
-@pytest.mark.parametrize(
-    ("words", "changes"),
-    [
-        (["optim.lr=0.00012345678", "optim.eps=1e-05", "train.steps=30"], {}),
-        (["ds.zero_optimization={stage=2, reduce_scatter=true}", "ds.bf16.enabled=auto"], {}),
-        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {}),
-        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {"optim.lr": 1e-4}),
-    ],
-)
+@pytest.mark.parametrize(("words", "changes"), TABLES["printed"])
 def test_a_printed_command_gives_the_same_plan(tmp_path, words, changes):
     environ = {"DS_ACCELERATOR": "cpu"}
     record = plan_from(parse_command(words), environ).to_json()
