@@ -60,10 +60,8 @@ def test_json_has_stable_keys():
 def test_the_estimate_is_the_same_on_any_machine(json_name):
     words = ("--deepspeed", f"ds_configs/{json_name}.json", *LARGE[4:], "--gpu", "h100-80")
     command = [sys.executable, TOOL, *words, "--json"]
-    outputs = {
-        subprocess.check_output(command, cwd=REPOSITORY, env={**os.environ, **machine})
-        for machine in TABLES["machines"]
-    }
+    environs = ({**os.environ, **machine} for machine in TABLES["machines"])
+    outputs = {subprocess.check_output(command, cwd=REPOSITORY, env=env) for env in environs}
     assert len(outputs) == 1
 
 

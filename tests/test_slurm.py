@@ -20,6 +20,7 @@ TABLES = beside(__file__, "slurm.toml")
 
 SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 PYTHON = f"export PATH={Path(sys.executable).parent}:$PATH\n"
+UNCHECKED = f"{PYTHON}PREFLIGHT=0\n"
 # A node on which Python finds no installed packages.
 BARE_NODE = f"""#!/bin/bash
 [[ $SLURMD_NODENAME == n2 ]] && exec {sys.executable} -S "$@"
@@ -97,11 +98,7 @@ def clone_of(folder: Path, site: str) -> Path:
 
 
 def submit(
-    slurm: PrivateSlurm,
-    folder: Path,
-    starts: str,
-    *options: str,
-    site: str = f"{PYTHON}PREFLIGHT=0\n",
+    slurm: PrivateSlurm, folder: Path, starts: str, *options: str, site: str = UNCHECKED
 ) -> Job:
     """Submit the shipped script, from outside its clone."""
     script = clone_of(folder, site) / "slurm/train.sbatch"

@@ -86,15 +86,8 @@ def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
     import torch
     from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
-    schedule = schedule_of(
-        "cosine_restarts",
-        1e-3,
-        110,
-        10,
-        min_lr_ratio=0.1,
-        cycles=cycles,
-        cycle_growth=float(growth),
-    )
+    how = {"min_lr_ratio": 0.1, "cycles": cycles, "cycle_growth": float(growth)}
+    schedule = schedule_of("cosine_restarts", 1e-3, 110, 10, **how)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
     theirs = CosineAnnealingWarmRestarts(optimizer, first, growth, eta_min=1e-4)
     for step in range(10, 110):

@@ -25,6 +25,7 @@ every_batching = pytest.mark.parametrize("name", BATCHINGS)
 TENSORS = ("input_ids", "labels", "position_ids", "sources", "windows", "goes_on")
 # Ranks, samples per micro-batch, and micro-batches per rank.
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+Layout = tuple[int, int, int]
 Row = tuple[tuple[int, int], ...]
 
 
@@ -148,11 +149,7 @@ def test_a_sample_is_a_function_of_its_index(
 @PROPERTY
 @given(documents=DOCUMENTS, first=st.integers(0, 60), layout=LAYOUTS)
 def test_ranks_share_a_step_without_overlap(
-    name: str,
-    documents: Documents,
-    first: int,
-    layout: tuple[int, int, int],
-    folders: Iterator[Path],
+    name: str, documents: Documents, first: int, layout: Layout, folders: Iterator[Path]
 ) -> None:
     stream = BATCHINGS[name](corpus_of(folders, documents))
     (ranks, micro, accumulation), global_batch = layout, int(np.prod(layout))
@@ -183,12 +180,7 @@ def test_ranks_share_a_step_without_overlap(
 @PROPERTY
 @given(documents=DOCUMENTS, layout=LAYOUTS, rank=st.integers(0, 3), done=st.integers(0, 4))
 def test_a_run_that_resumes_reads_the_rest(
-    name: str,
-    documents: Documents,
-    layout: tuple[int, int, int],
-    rank: int,
-    done: int,
-    folders: Iterator[Path],
+    name: str, documents: Documents, layout: Layout, rank: int, done: int, folders: Iterator[Path]
 ) -> None:
     corpus, (ranks, micro, _) = corpus_of(folders, documents), layout
     how = {"curriculum": Curriculum(int(np.prod(layout))), "micro_batch": micro}

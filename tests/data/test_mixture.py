@@ -32,10 +32,8 @@ def sources(write_jsonl: Written) -> dict[str, Path]:
         return " ".join([first, *(draw.choice(WORDS) for _ in range(draw.randrange(4, most)))])
 
     texts = {name: [text(name, 60) for _ in range(80)] for name in ("long", "other")}
-    paths = {
-        name: write_jsonl(*({"text": line} for line in lines), name=f"{name}.jsonl")
-        for name, lines in texts.items()
-    }
+    rows = {name: [{"text": line} for line in lines] for name, lines in texts.items()}
+    paths = {name: write_jsonl(*rows[name], name=f"{name}.jsonl") for name in rows}
     pairs = [{"prompt": text("pairs", 9), "completion": text("so", 7)} for _ in range(60)]
     return {**paths, "pairs": write_jsonl(*pairs, name="pairs.jsonl")}
 

@@ -207,11 +207,8 @@ def bins_of(sizes: Sequence[int], capacity: int, at_once: int = 7) -> list[list[
     for first in range(0, len(sizes), at_once):
         here = np.array(sizes[first : first + at_once])
         packing.add(here, first + np.arange(len(here)))
-    bins = [
-        part.tolist()
-        for items, per_bin in packing.bins()
-        for part in np.split(items, np.cumsum(per_bin)[:-1])
-    ]
+    halves = ((items, np.cumsum(per_bin)[:-1]) for items, per_bin in packing.bins())
+    bins = [part.tolist() for items, ends in halves for part in np.split(items, ends)]
     assert packing.num_bins == len(bins)
     return bins
 

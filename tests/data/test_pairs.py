@@ -116,10 +116,8 @@ def test_problems_name_the_pair(opened: Opened, shards: Path) -> None:
 
 
 def test_blocks_are_those_of_the_whole_index(shards: Path) -> None:
-    joined, several = (
-        IndexedTokens(shards.parent / "joined"),
-        IndexedTokens(*(shards / name for name in "abcde")),
-    )
+    joined = IndexedTokens(shards.parent / "joined")
+    several = IndexedTokens(*(shards / name for name in "abcde"))
     ends = [np.concatenate([ends[1:] for ends in of.starts()]) for of in (joined, several)]
     assert np.array_equal(*ends)
     assert len([*joined.starts()]) > 3
@@ -149,10 +147,8 @@ def numbers(data: Data, side: str, source: int = 0) -> set[int]:
 def test_documents_of_other_lengths_are_on_neither_side(
     opened: Opened, pair_path: Path, spec_of_run: Callable[..., DataSpec]
 ) -> None:
-    whole, long, rest = (
-        opened(pair_path, **bounds)
-        for bounds in ({}, {"min_tokens": LONG}, {"max_tokens": LONG - 1})
-    )
+    bounds = ({}, {"min_tokens": LONG}, {"max_tokens": LONG - 1})
+    whole, long, rest = (opened(pair_path, **each) for each in bounds)
     every = {*range(0, 200, 10)}
     for side in ("train", "held_out"):  # held-out documents are the same whatever the bounds are
         assert numbers(long, side) == numbers(whole, side) & every

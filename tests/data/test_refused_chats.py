@@ -58,11 +58,8 @@ def test_calls_that_are_nested_too_deeply_are_named(write_jsonl: Written) -> Non
     assert bad == "is nested too deeply" != good
 
 
-ROWS = {
-    "a conversation": {"messages": [USER, BOT]},
-    "token ids": {"input_ids": [1, 2]},
-    "other text": {"text": "a"},
-}
+ROWS: dict[str, Any] = {"a conversation": {"messages": [USER, BOT]}}
+ROWS |= {"token ids": {"input_ids": [1, 2]}, "other text": {"text": "a"}}
 
 
 @pytest.mark.parametrize(("first", "second"), [*permutations(ROWS, 2)])

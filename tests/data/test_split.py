@@ -69,10 +69,8 @@ def test_a_lone_document_is_cut(tmp_path: Path) -> None:
 
 
 def test_stored_separators_are_found(tmp_path: Path) -> None:
-    for name, documents, stored in (
-        ("with", [[1, EOS], [], [EOS], [3, 4, EOS]], True),
-        ("without", [[1], [], [EOS, 5]], False),
-    ):
+    with_ends, without = [[1, EOS], [], [EOS], [3, 4, EOS]], [[1], [], [EOS, 5]]
+    for name, documents, stored in (("with", with_ends, True), ("without", without, False)):
         (tmp_path / name).mkdir()
         tokens = indexed(tmp_path / name, documents)
         assert stores_separator(tokens, EOS) == stored

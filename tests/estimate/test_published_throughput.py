@@ -80,12 +80,8 @@ def published(folder: Path) -> list[Row]:
 def _row(values: dict[str, str], folder: Path) -> Row:
     size = {name: int(values[name]) for name in _SIZES}
     grid = Grid(size["gpus"], **{axis: size[axis] for axis in ("pipeline", "tensor", "sequence")})
-    world = World(
-        world_size=grid.world_size,
-        local_world_size=size["per_node"],
-        accelerator="cuda",
-        gpu=values["gpu"],
-    )
+    ranks: dict[str, Any] = {"world_size": grid.world_size, "local_world_size": size["per_node"]}
+    world = World(**ranks, accelerator="cuda", gpu=values["gpu"])
     config = _config(values["model"], size["seq_len"])
     file = folder / f"{values['model']}-{size['seq_len']}.json"
     file.write_text(json.dumps(config))

@@ -10,13 +10,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from harness.layout.box import Part, Range, share_of, share_of_fused, uncovered
 from harness.layout.grid import GROUPS, Axis, Coords, Cutter, Grid, Purpose, Share
 
-GRIDS = [
-    Grid(1),
-    Grid(8),
-    Grid(8, pipeline=2),
-    Grid(8, tensor=2, sequence=2),
-    Grid(24, pipeline=2, tensor=3, sequence=2),
-]
+GRIDS = [Grid(1), Grid(8), Grid(8, pipeline=2), Grid(8, tensor=2, sequence=2)]
+GRIDS += [Grid(24, pipeline=2, tensor=3, sequence=2)]
 BOXES = [*GRIDS, Grid(96, pipeline=4, tensor=2, sequence=3)]
 
 

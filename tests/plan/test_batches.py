@@ -92,14 +92,9 @@ def test_a_dry_run_counts_roughly(planned: Planner, tmp_path: Path) -> None:
 
 def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None:
     counts = Counts(9, 1_000, is_masked=False)
-    few, many, asked_for = (
-        repetition_events(planned(words, estimate=False), steps, counts)
-        for words, steps in (
-            ("train.steps=333", 333),
-            ("train.tokens=9e9", 1_464_844),
-            ("train.epochs=30", 625),
-        )
-    )
+    lengths = (("train.steps=333", 333), ("train.tokens=9e9", 1_464_844), ("train.epochs=30", 625))
+    plans = ((planned(words, estimate=False), steps) for words, steps in lengths)
+    few, many, asked_for = (repetition_events(made, steps, counts) for made, steps in plans)
     assert few == asked_for == []
     (event,) = many
     assert "reads its data 70,313 times" in event["message"]

@@ -139,11 +139,8 @@ def test_dropout_sets_every_probability_that_transformers_has(tmp_path: Path, fa
     config.pop("model_type")
     built = transformers.AutoConfig.for_model(family, **config).to_dict()
     heads_only = ("classifier_dropout", "summary_first_dropout")  # not part of a causal LM
-    probabilities = {
-        value
-        for key, value in built.items()
-        if key.endswith(("dropout", "pdrop")) and key not in heads_only
-    }
+    dropouts = {key: value for key, value in built.items() if key.endswith(("dropout", "pdrop"))}
+    probabilities = {value for key, value in dropouts.items() if key not in heads_only}
     assert probabilities == {0.25}
 
 
