@@ -223,13 +223,8 @@ class Page:
 
     def resize(self, width: int, height: int = 900) -> None:
         """Set the page's width in CSS pixels; below 600, emulate a phone."""
-        self.call(
-            "Emulation.setDeviceMetricsOverride",
-            width=width,
-            height=height,
-            deviceScaleFactor=1,
-            mobile=width < 600,
-        )
+        size: dict[str, Any] = {"width": width, "height": height, "mobile": width < 600}
+        self.call("Emulation.setDeviceMetricsOverride", deviceScaleFactor=1, **size)
 
     def color_scheme(self, dark: bool) -> None:
         """Set prefers-color-scheme."""

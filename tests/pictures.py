@@ -17,6 +17,7 @@ from tests.browser import SHOWN, WIDTHS, Browser, missing
 from tests.real_runs import REPOSITORY
 from tests.report.runs import line_at, plan, write_run
 from tests.studio.served import serving
+from tests.tables import beside
 from tools.studio_app.lessons import PAGES
 
 _DRAWN = f"document.querySelector('.q-layout') ? {SHOWN} : !!document.querySelector('svg, table')"
@@ -86,27 +87,7 @@ def _made(folder: Path, rate: float) -> Path:
         line["eval_loss"] = line["loss"] + 0.12
         line["loss_by_position"] = [line["loss"] + 2 / (1 + place) for place in range(16)]
     lines[110]["loss"] = 6.5
-    memory = [
-        {"rank": 0, "point": "built", "predicted": 1.1e9, "measured": 1.08e9},
-        {"rank": 0, "point": "between_steps", "predicted": 1.9e9, "measured": 1.9e9},
-        {"rank": 0, "point": "peak", "predicted": 2.6e9, "measured": 2.45e9},
-    ]
-    events = [
-        {"kind": "sample", "step": 0, "title": "sample before training", "text": "the of of the"},
-        {"kind": "memory", "step": 3, "rows": memory},
-        {"kind": "saved", "step": 100, "path": "step-00000100", "seconds": 2.0, "stall_s": 0.1},
-        {"kind": "spike", "step": 111, "loss": 6.5, "policy": "log"},
-        {"kind": "rollback", "from_step": 150, "to_step": 100, "why": "a spike of loss"},
-        {"kind": "resumed", "step": 100, "path": "step-00000100"},
-        {"kind": "baselines", "step": 200, "unigram_nats": 6.6, "bigram_nats": 3.8},
-        {
-            "kind": "sample",
-            "step": 200,
-            "title": "sample after training",
-            "prompt": "def area(radius):",
-            "text": "\n    return math.pi * radius ** 2\n",
-        },
-    ]
+    events = beside(__file__, "pictures.toml")["events"]
     return write_run(folder, lines, events, plan(lr=rate))
 
 

@@ -22,6 +22,7 @@ from tests.gates import check_parity
 from tests.gates.cells import memory_cases, parity_cells
 from tests.real_runs import REPOSITORY, environment
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tools import accept_gpu
 from tools.accept_gpu import STEPS
 from tools.acceptance import attention as attending
@@ -52,13 +53,8 @@ def test_each_verdict_has_its_reason(planted: tuple[Any, Any]) -> None:
     done, result = planted
     assert done.returncode == result["code"] == 1
     steps = {step["step"]: step for step in result["steps"]}
-    assert {name: step["verdict"] for name, step in steps.items()} == {
-        "good": "held",
-        "skipped": "skipped",
-        "failing": "failed",
-        "raising": "failed",
-        "rubbish": "failed",
-    }
+    verdicts = {name: step["verdict"] for name, step in steps.items()}
+    assert verdicts == beside(__file__, "accept_gpu.toml")["verdicts"]
     assert (result["ranks"], result["accelerator"]) == (2, "cpu")
     assert steps["good"]["values"] == {"number": 1}
     out = done.stdout
@@ -141,9 +137,7 @@ def test_no_empty_entry_is_added_to_pythonpath(before: str | None) -> None:
     assert python_path(before) == str(REPOSITORY)
 
 
-def test_a_step_finds_the_packages_that_came_by_pythonpath(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_steps_find_packages_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked = tmp_path / "asked"
     (shows := tmp_path / "shows").write_text(f'#!/bin/sh\nprintf "$PYTHONPATH" > {asked}')
     shows.chmod(0o755)
@@ -170,9 +164,7 @@ def test_attention_is_held_to_the_precision_that_it_ran_in(tmp_path: Path) -> No
         _equal(Bench(tmp_path, tmp_path, 2, "cpu"), {**row, "precision": "fp32"})
 
 
-def test_an_attention_whose_kernel_raises_leaves_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_failed_attention_leaves_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def computed(attention: str, *_: Any) -> Any:
         if attention == "varlen":
             raise ValueError("torch has no varlen_attn")
@@ -214,9 +206,7 @@ def test_cells_and_cases_are_those_of_the_gates() -> None:
         assert check_parity._all_cells([cell_of(*CELL, ranks=ranks)])[-1].ranks == ranks
 
 
-def test_one_rank_has_neither_replicas_nor_other_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_one_rank_has_no_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Bench, "train", lambda *of, **how: None)
     bench = Bench(tmp_path, tmp_path, 1, "cuda")
     runs.save(bench)
@@ -309,9 +299,7 @@ def test_more_waits_than_simulated_fail(
         measured_steps._counted(bench, "zero3", counts)
 
 
-def test_rungs_of_gpus_are_named_on_cpu_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpu_rungs_are_named_on_cpu_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = {"step_time_s": 1.0, "tokens_per_s_per_gpu": 1.0}
     monkeypatch.setattr(measured_steps, "measured", lambda *of, **more: line)
     bench = Bench(tmp_path, tmp_path, 2, "cpu")
@@ -323,9 +311,7 @@ def test_rungs_of_gpus_are_named_on_cpu_ranks(
     assert verdicts["eager"][0] == verdicts["sdpa"][0] == "held"
 
 
-def test_rungs_that_a_step_has_no_time_for_are_skipped(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rungs_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for GPUs on which each rung takes ten seconds."""
     now = [0.0]
     tried: list[tuple[str, dict[str, str], dict[str, str]]] = []
@@ -377,12 +363,8 @@ def test_all_steps_hold_on_two_cpu_ranks(tmp_path: Path) -> None:
     verdicts = {step["step"]: step["verdict"] for step in result["steps"]}
     assert [*verdicts] == [step.name for step in STEPS]
     assert {name for name, verdict in verdicts.items() if verdict != "held"} <= {"waits"}
-    why = {
-        check["text"]
-        for step in result["steps"]
-        for check in step["checks"]
-        if check["verdict"] == "skipped"
-    }
+    checks = [check for step in result["steps"] for check in step["checks"]]
+    why = {check["text"] for check in checks if check["verdict"] == "skipped"}
     assert all("CUDA" in text or "GPU" in text for text in why), why
     assert max(map(len, done.stdout.splitlines())) <= 80
 

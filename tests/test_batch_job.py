@@ -55,16 +55,7 @@ def test_the_code_that_says_most_is_the_jobs(
     assert batch_job.final_code("train.py", code, run, 1, warned) == expected
 
 
-@pytest.mark.parametrize(
-    ("script", "code", "warned", "expected"),
-    [
-        *(("train.py", code, False, code) for code in (1, 2, 77, 137)),  # of an earlier attempt
-        ("preflight.py", 137, False, 2),  # a rank was killed: not requeued
-        ("preflight.py", 2, False, 2),
-        ("preflight.py", 1, False, 1),
-        ("preflight.py", 138, True, 75),
-    ],
-)
+@pytest.mark.parametrize(("script", "code", "warned", "expected"), TABLES["attempts"])
 def test_records_of_an_attempt_before_say_nothing(
     tmp_path: Path, script: str, code: int, warned: bool, expected: int
 ) -> None:
@@ -89,15 +80,7 @@ def verdicts(folder: Path, warned: bool, capsys: pytest.CaptureFixture[str]) -> 
     return capsys.readouterr().out.splitlines()
 
 
-@pytest.mark.parametrize(
-    ("warned", "left_s", "requeues"),
-    [
-        (False, 9000.0, 3),
-        (True, 300.0, 3),  # the time limit is too short for one step
-        (True, 301.0, 6),
-        (True, None, 3),  # an unknown limit may be too short, too
-    ],
-)
+@pytest.mark.parametrize(("warned", "left_s", "requeues"), TABLES["requeues"])
 def test_job_without_progress_is_requeued_three_times(
     tmp_path: Path,
     warned: bool,
@@ -114,14 +97,7 @@ def test_job_without_progress_is_requeued_three_times(
         assert verdicts(tmp_path, warned, capsys) == answers
 
 
-@pytest.mark.parametrize(
-    ("code", "is_pruned", "answer"),
-    [
-        *((code, False, "requeue") for code in (1, 75, 78, 137)),
-        *((code, False, "") for code in (0, 2, 74, 76, 77, 79)),
-        (75, True, ""),
-    ],
-)
+@pytest.mark.parametrize(("code", "is_pruned", "answer"), TABLES["ends"])
 def test_finished_runs_and_pruned_trials_are_not_requeued(
     tmp_path: Path, code: int, is_pruned: bool, answer: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,21 +108,16 @@ def test_finished_runs_and_pruned_trials_are_not_requeued(
     assert capsys.readouterr().out == f"{answer}\n"
 
 
-def test_the_end_names_the_newest_checkpoint(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_end_names_newest_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run = run_of(tmp_path, 2, None)  # its step, 3, is that of the start
     for name in ("step-00000008", "step-00000080", ".unfinished-step-00000088"):
         (run.checkpoints_dir / name).mkdir(parents=True)
     batch_job.main(["verdict", "train.py", "137", str(run.path), "1"])
-    assert capsys.readouterr().err.endswith(
-        "train.py ended with 137; newest checkpoint: step-00000080\n"
-    )
+    ended = "train.py ended with 137; newest checkpoint: step-00000080\n"
+    assert capsys.readouterr().err.endswith(ended)
 
 
-def test_what_cannot_be_counted_is_not_requeued(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_uncounted_job_is_not_requeued(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run/endings").mkdir(parents=True)
     assert batch_job.main(["verdict", "train.py", "1", str(tmp_path / "run"), "0"]) == 1
     said = capsys.readouterr()

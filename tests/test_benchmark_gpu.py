@@ -26,15 +26,7 @@ from tools import benchmark_gpu
 from tools.benchmark_gpu import losses_apart
 from tools.speed import worker
 from tools.speed.cases import LADDER, Case, measured, swept
-from tools.speed.worker import (
-    FALLBACKS,
-    Enough,
-    Recorder,
-    _ends,
-    call_site,
-    counted_waits,
-    fallbacks,
-)
+from tools.speed.worker import Enough, Recorder, call_site, counted_waits, fallbacks
 
 SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 
@@ -42,11 +34,8 @@ SHORT = ("--steps=3", "--warmup=1", "data.seq_len=32", *SMALL_MODEL)
 def test_sweeps_are_combined_each_by_each() -> None:
     cases = [*swept({"model.name": "tiny"}, ["micro_batch=1,2", "model.checkpointing=none,full"])]
     assert len(cases) == 4
-    assert cases[-1].settings == {
-        "model.name": "tiny",
-        "train.micro_batch": "2",
-        "model.checkpointing": "full",
-    }
+    more = {"train.micro_batch": "2", "model.checkpointing": "full"}
+    assert cases[-1].settings == {"model.name": "tiny", **more}
     assert [case.name for case in swept({}, [])] == ["base"]
 
 
@@ -60,24 +49,16 @@ def test_every_rung_stands_on_those_before_it() -> None:
     case = Case("base", {"train.micro_batch": "2"})
     for rung in LADDER:
         case = case.on_top(rung)
-    assert case.settings == {
-        "train.micro_batch": "2",
-        "model.attention": "flash_attention_2",
-        "model.kernels": "liger",
-        "model.compile": "true",
-        "model.checkpointing": "full",
-    }
+    assert case.settings == beside(__file__, "benchmark_gpu.toml")["ladder"]
 
 
 def test_the_device_is_waited_for_between_windows_of_steps() -> None:
-    assert _ends(5, 20) == [5, 10, 15, 20, 25]
-    assert _ends(1, 3) == [1, 2, 3, 4]
-    assert _ends(2, 1) == [2, 3]
+    assert worker._ends(5, 20) == [5, 10, 15, 20, 25]
+    assert worker._ends(1, 3) == [1, 2, 3, 4]
+    assert worker._ends(2, 1) == [2, 3]
 
 
-def test_waits_of_a_gpu_are_counted_in_a_step_that_is_not_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_waits_of_a_gpu_are_counted_in_an_untimed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a run whose device is a GPU: every step reads a tensor once."""
     waited = []
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
@@ -151,9 +132,7 @@ def test_a_folder_called_torch_hides_no_line() -> None:
         assert call_site(stack) == f"{shown}:7"
 
 
-def test_only_missing_memory_is_reported_as_such(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_only_lack_of_memory_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = [f"--deepspeed={DEFAULT_DS_JSON}", *SHORT[:2], f"--out={tmp_path / 'out.json'}"]
     monkeypatch.setattr("sys.argv", ["worker", *words, *SMALL_MODEL])
     for error in (KeyError("memory"), torch.OutOfMemoryError("no room\nat all")):
@@ -173,7 +152,7 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert changed.startswith("autotuning.enabled is False, not True")
     assert without_bf16 == "fp32, because this CPU has no bfloat16 arithmetic"
     source = "".join(path.read_text() for path in (REPOSITORY / "harness").rglob("*.py"))
-    assert all(f'"{kind}"' in source for kind in FALLBACKS)
+    assert all(f'"{kind}"' in source for kind in worker.FALLBACKS)
 
 
 def test_rates_are_those_of_one_of_the_ranks() -> None:

@@ -36,9 +36,8 @@ def test_a_good_page_has_no_errors_and_one_request(browser, page_at):
 
 @pytest.mark.gate("pages")
 def test_width_and_colour_scheme_reach_the_page(browser, page_at, tmp_path):
-    page = browser.open(
-        page_at("<meta name=viewport content='width=device-width'>x"), 390, dark=True
-    )
+    viewport = "<meta name=viewport content='width=device-width'>x"
+    page = browser.open(page_at(viewport), 390, dark=True)
     assert page.evaluate("innerWidth") == 390
     assert page.evaluate("matchMedia('(prefers-color-scheme: dark)').matches")
     assert not page.overflows

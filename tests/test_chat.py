@@ -53,10 +53,8 @@ def test_a_run_is_asked_with_its_template_values_and_tools(
     plan = {"run": {"data": {"template_values": {"mood": "glad"}}}, "data": {"tools": ["add"]}}
     RunFolder(tmp_path).plan_path.write_text(json.dumps(plan))
     (tmp_path / "tools.json").write_text('[{"name": "add", "parameters": {}}]')
-    for words, begins, is_told in (
-        (["--tools", str(tmp_path / "tools.json")], "glad 1 [", False),
-        ([], "glad  [", True),
-    ):
+    with_tools = ["--tools", str(tmp_path / "tools.json")]
+    for words, begins, is_told in ((with_tools, "glad 1 [", False), ([], "glad  [", True)):
         (speaker,) = _speakers(_parser().parse_args([str(tmp_path), *words]))
         speaker.turns.append({"role": "user", "content": "hi"})
         assert speaker.tokenizer.decode(speaker._ids("hi")[0]).startswith(begins)

@@ -294,9 +294,7 @@ def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
 
 
 @pytest.mark.gate("data")
-def test_killed_at_any_point_it_ends_with_the_same_bytes(
-    cleaned: tuple[Path, Path], tmp_path: Path
-) -> None:
+def test_killed_anywhere_it_writes_the_same(cleaned: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     ends = []
     ways = ((1, signal.SIGKILL), (6, signal.SIGINT), (14, signal.SIGTERM), (30, signal.SIGKILL))
@@ -402,9 +400,7 @@ def test_folders_with_spaces_are_quoted_for_slurm(tmp_path: Path) -> None:
     assert shlex.split(problem)[-2:] == [f"data.path={folder}/data", "data.tokenizer=my tokenizer"]
 
 
-def test_jobs_whose_dependency_failed_are_cancelled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_after_failures_are_cancelled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     squeue = "echo '7_3 None'; echo '8_[0-4] DependencyNeverSatisfied'; echo '9_1 Priority'"
     for name, lines in (("squeue", squeue), ("scancel", f'echo "$@" > {tmp_path}/cancelled')):
         (tmp_path / name).write_text(f"#!/bin/bash\n{lines}\n")

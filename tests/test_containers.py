@@ -21,6 +21,7 @@ from harness.launch.ranks import free_port
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, environment, wait_for, write_corpus
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tools.batch_job import FINAL
 from tools.cluster.job import filled_in
 
@@ -76,15 +77,7 @@ def test_pods_of_both_kinds_start_the_same_command() -> None:
         schemas.validate(manifest, schemas.latest_version(), strict=True)
 
 
-# Ranks whose codes and record are the words before run.dir.
-RANK = """\
-import json, os, pathlib, sys
-codes, record, run = json.loads(sys.argv[-3]), sys.argv[-2], pathlib.Path(sys.argv[-1][8:])
-run.mkdir(exist_ok=True)
-if os.environ["RANK"] == "0":
-    (run / "status.json").write_text(record)
-os._exit(codes[int(os.environ["RANK"])])
-"""
+RANK = beside(__file__, "containers.toml")["rank"]
 
 
 def clone_in(folder: Path, site: str = "", train: str = "") -> Path:
@@ -158,9 +151,7 @@ REAL = {
 
 @pytest.mark.gate("slurm")
 @pytest.mark.parametrize("code", REAL)
-def test_pods_of_real_ranks_end_with_the_runs_code(
-    code: int, data: list[str], tmp_path: Path
-) -> None:
+def test_pods_of_ranks_end_with_the_runs_code(code: int, data: list[str], tmp_path: Path) -> None:
     limit = "ulimit -f 100" if code == 74 else ""  # in KiB: less than a checkpoint
     script = clone_in(tmp_path, f"export PREFLIGHT={int(code == 2)}\n{limit}") / "slurm/node.sh"
     (tmp_path / "before/checkpoints/step-00000001").mkdir(parents=True)

@@ -15,20 +15,17 @@ from harness.estimate.fit import Ways
 from harness.estimate.memory_item import PHASES
 from harness.report.palette import COMPONENTS
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tools.memory.sweep import Point
 from tools.memory.text import describe
 from tools.plan_args import add_kernels, add_plan_arguments, plan_of
 
+TABLES = beside(__file__, "estimate_memory.toml")
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 TOOL = REPOSITORY / "tools/estimate_memory.py"
-STABLE_KEYS = {
-    *("allocated_gib", "reserved_gib", "driver_gib", "shown_gib"),
-    *("peak_allocated_gib", "peak_reserved_gib", "host_gib_per_node", "nvme_gib_per_node"),
-    *("components", "phases", "ranks", "checkpoint_gib", "evidence", "verdict"),
-}
+STABLE_KEYS = {*TABLES["stable_keys"]}
 LARGE = ("--model", "llama-3-8b", "--deepspeed", "ds_configs/zero3.json", "--gpus", "64")
-
-
 run = partial(run_tool, "estimate_memory")
 
 
@@ -58,24 +55,13 @@ def test_json_has_stable_keys():
     assert estimate["evidence"]["weakest"] == "guessed"
 
 
-# Each machine differs in a property that affects runs.
-MACHINES = (
-    {"DS_ACCELERATOR": "cpu"},
-    {"DS_ACCELERATOR": "cuda", "CUDA_VISIBLE_DEVICES": "-1", "PATH": "/nonexistent"},
-    {"SLURM_STEP_ID": "0", "SLURM_PROCID": "3", "SLURM_NTASKS": "16", "SLURM_JOB_ID": "7"},
-    {"RANK": "1", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "OMP_NUM_THREADS": "3", "LC_ALL": "C"},
-)
-
-
 @pytest.mark.gate("memory")
 @pytest.mark.parametrize("json_name", ["zero1", "zero2_offload", "fp16"])
 def test_the_estimate_is_the_same_on_any_machine(json_name):
     words = ("--deepspeed", f"ds_configs/{json_name}.json", *LARGE[4:], "--gpu", "h100-80")
     command = [sys.executable, TOOL, *words, "--json"]
-    outputs = {
-        subprocess.check_output(command, cwd=REPOSITORY, env={**os.environ, **machine})
-        for machine in MACHINES
-    }
+    environs = ({**os.environ, **machine} for machine in TABLES["machines"])
+    outputs = {subprocess.check_output(command, cwd=REPOSITORY, env=env) for env in environs}
     assert len(outputs) == 1
 
 
@@ -118,24 +104,15 @@ def test_a_trace_is_compared_with_the_undivided_run():
     assert estimate["counted_saved_gib"] == pytest.approx(estimate["traced_saved_gib"], rel=0.001)
 
 
-@pytest.mark.parametrize(
-    ("words", "batch"),
-    [
-        ((), (1, 1)),
-        (("--accumulation=4",), (1, 4)),
-        (("ds.train_micro_batch_size_per_gpu=4",), (4, 1)),
-        (("ds.train_batch_size=256",), (8, 4)),
-    ],
-)
+@pytest.mark.parametrize(("words", "batch"), TABLES["batches"])
 def test_the_parts_of_a_batch_that_are_not_set_are_assumed(words, batch):
     parser = argparse.ArgumentParser()
     add_plan_arguments(parser)
     plan = plan_of(parser.parse_args(["--gpus=8", *words]), estimating=True)
-    assert (plan.micro_batch, plan.grad_accum) == batch
+    assert [plan.micro_batch, plan.grad_accum] == batch
     whole = plan.estimate.to_json()
-    assert "0.00  #" not in describe(
-        plan.estimate, None, Ways()
-    )  # parts that are too small get no bar
+    text = describe(plan.estimate, None, Ways())
+    assert "0.00  #" not in text  # parts that are too small get no bar
     assert whole | Point({}, plan.estimate).to_json() == whole
 
 

@@ -23,18 +23,11 @@ from harness.run import exporting
 from harness.run.exporting import ExportDiffers, ExportOptions, attention_of_run, export
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, environment, run_ranks, train_command
+from tests.tables import beside
 from tools.export_hf import _bytes, main
 
 JSONS = REPOSITORY / "ds_configs"
-# As a script. transformers and accelerate import DeepSpeed in many places if it is installed.
-WITHOUT_DEEPSPEED = """
-import runpy, sys
-sys.argv = sys.argv[1:]
-try:
-    runpy.run_path(sys.argv[0], run_name="__main__")
-finally:
-    assert "deepspeed" not in sys.modules
-"""
+WITHOUT_DEEPSPEED = beside(__file__, "export_hf.toml")["without_deepspeed"]
 
 
 @pytest.fixture(scope="module")
@@ -63,9 +56,7 @@ def with_manifest(run: RunFolder, **changes: Any) -> Any:
 
 
 @pytest.mark.gate("runs")
-def test_the_tool_writes_what_the_run_wrote_without_deepspeed(
-    run: RunFolder, tmp_path: Path
-) -> None:
+def test_tool_writes_what_the_run_wrote_without_deepspeed(run: RunFolder, tmp_path: Path) -> None:
     tool = [sys.executable, "-c", WITHOUT_DEEPSPEED, REPOSITORY / "tools" / "export_hf.py"]
     words = [*tool, run.path, "--out", tmp_path / "export"]
     done = subprocess.run(words, capture_output=True, text=True, env=environment(), check=False)
@@ -148,9 +139,7 @@ def test_a_checkpoint_of_another_loss_is_no_good_one(
     assert main([*words, "--no-check"]) == 0
 
 
-def test_a_damaged_checkpoint_is_not_exported(
-    copy: RunFolder, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_damaged_checkpoint_is_refused(copy: RunFolder, capsys: pytest.CaptureFixture[str]) -> None:
     before = (copy.export_dir / "model.safetensors").read_bytes()
     for path in copy.checkpoints_dir.glob("*/rank-00001-000.safetensors"):
         data = bytearray(path.read_bytes())

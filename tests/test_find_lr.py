@@ -40,9 +40,7 @@ def test_find_lr_is_within_a_factor_of_two_of_the_best_rate(name: str, data: lis
 
 
 @pytest.mark.gate("tools")
-def test_ranks_under_zero_3_find_the_same_and_leave_nothing(
-    data: list[str], tmp_path: Path
-) -> None:
+def test_ranks_of_zero_3_find_the_same_and_leave_nothing(data: list[str], tmp_path: Path) -> None:
     picture = tmp_path / "lr.svg"
     before = set(Path(tempfile.gettempdir()).iterdir()), {*REPOSITORY.glob("runs/*")}
     json_file = REPOSITORY / "ds_configs" / "zero3.json"

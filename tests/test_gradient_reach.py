@@ -12,6 +12,7 @@ from harness.models.skeleton import hf_config
 from tests.data.chat_tokenizers import tokenizer_of
 from tests.engine.small import MODEL
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tools.gradient_reach import gradient_norms
 
 WINDOWED = {**MODEL, "model_type": "mistral", "architectures": ["MistralForCausalLM"]}
@@ -74,14 +75,7 @@ def test_the_gradients_of_a_random_gru_vanish(exported: Path, tmp_path: Path) ->
 
 
 @pytest.mark.gate("tools")
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("--tokens=0",), "must be at least 1"),
-        (("--tokens=5000",), "too few for 16 windows of 5000"),
-        (("--plot=reach.pdf",), "must end in .svg or .png"),
-    ],
-)
+@pytest.mark.parametrize(("words", "message"), beside(__file__, "gradient_reach.toml")["wrong"])
 def test_wrong_arguments_are_named(
     words: tuple[str, ...], message: str, exported: Path, tmp_path: Path
 ) -> None:

@@ -25,9 +25,7 @@ JSONS = REPOSITORY / "ds_configs"
 
 @pytest.mark.gate("runs")
 @pytest.mark.parametrize("zero", [{"stage": 2}, {"stage": 3, "sub_group_size": 9000}])
-def test_a_run_of_the_trainer_goes_on(
-    zero: dict[str, int], data: list[str], tmp_path: Path
-) -> None:
+def test_run_of_the_trainer_goes_on(zero: dict[str, int], data: list[str], tmp_path: Path) -> None:
     """Every weight and moment is what DeepSpeed reports; with ZeRO 3, from many flat tensors."""
     config = {**MODEL, "vocab_size": 512, "tie_word_embeddings": True}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -212,9 +210,7 @@ def test_a_config_of_another_make_is_named(text: str, source: Path, imported: Im
 
 
 @pytest.mark.parametrize(("file", "code"), [(OPTIM, 77), (MODEL_FILE, 77), ("config.json", 2)])
-def test_import_rejects_a_pipe_without_blocking(
-    file: str, code: int, source: Path, imported: Imported
-) -> None:
+def test_import_rejects_a_pipe(file: str, code: int, source: Path, imported: Imported) -> None:
     (source / file).unlink()
     os.mkfifo(source / file)
     ended, error = imported(source)
@@ -222,9 +218,7 @@ def test_import_rejects_a_pipe_without_blocking(
     assert f"{source / file} is not a regular file" in error
 
 
-def test_a_planted_call_is_refused_and_not_made(
-    tmp_path: Path, new: Path, imported: Imported
-) -> None:
+def test_planted_call_is_refused_not_made(tmp_path: Path, new: Path, imported: Imported) -> None:
     target = tmp_path / "made"
     code, error = imported(_checkpoint(tmp_path / "source", loss_scaler=_Attack(target)))
     assert code == 77
@@ -240,9 +234,7 @@ def test_a_small_one_is_imported_whole(source: Path, new: Path, imported: Import
     assert torch.equal(reader.whole("w", "exp_avg"), torch.ones(2, 3))
 
 
-def test_shares_of_two_zero3_ranks_are_put_together(
-    source: Path, new: Path, imported: Imported
-) -> None:
+def test_shards_of_two_zero3_ranks_are_joined(source: Path, new: Path, imported: Imported) -> None:
     """From three flat tensors of each rank; the second rank's shares end with padding."""
     change(source / MODEL_FILE, "param_shapes", [dict.fromkeys("abc", torch.Size([5]))])
     change(source / MODEL_FILE, "frozen_param_shapes", {"f": [3]})

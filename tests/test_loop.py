@@ -21,21 +21,18 @@ from harness.models.skeleton import hf_config, skeleton
 from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, environment, events, run_ranks, train_command
 from tests.shipped import DS_CONFIGS
+from tests.tables import beside
 
+TABLES = beside(__file__, "loop.toml")
+LAUNCHERS = TABLES["launchers"]
 STEPS = 12
-METRICS = {
-    *("attempt", "unix_time_s", "step", "samples", "tokens", "loss", "grad_norm", "mfu"),
-    *("learning_rate", "step_time_s", "tokens_per_s", "peak_allocated_gib", "loss_scale"),
-    "skipped_steps",
-}
 
 
 def opened(data: list[str]) -> Data:
     """Return the data that the arguments name."""
     path, cache = (argument.partition("=")[2] for argument in data)
-    return build_data(
-        DataSpec(DataConfig(path=path, cache_dir=cache, seq_len=32), model_vocab_size=512)
-    )
+    config = DataConfig(path=path, cache_dir=cache, seq_len=32)
+    return build_data(DataSpec(config, model_vocab_size=512))
 
 
 def stochastic(data: list[str], run_dir: Path, *more: object) -> list[object]:
@@ -67,7 +64,7 @@ def one_rank(tmp_path: Path, data: list[str], *arguments: object) -> Outcome:
 def test_every_step_has_all_metrics(undisturbed: RunFolder) -> None:
     lines = undisturbed.read_metrics()
     assert [line["step"] for line in lines] == list(range(STEPS + 1))
-    assert all(line.keys() >= METRICS for line in lines[1:])
+    assert all(line.keys() >= {*TABLES["metrics"]} for line in lines[1:])
     last, times = lines[-1], [line["unix_time_s"] for line in lines]
     assert (last["samples"], last["tokens"]) == (STEPS * 8, STEPS * 8 * 32)
     assert last["tokens_per_s"] == pytest.approx(8 * 32 / last["step_time_s"])
@@ -95,9 +92,7 @@ def test_memory_in_use_equals_the_estimate(undisturbed: RunFolder) -> None:
     assert (undisturbed.read_plan() or {})["estimate"]["peak_phase"]
 
 
-def test_another_learning_rate_is_refused_until_it_is_allowed(
-    undisturbed: RunFolder, data: list[str], tmp_path: Path
-) -> None:
+def test_another_rate_is_refused(undisturbed: RunFolder, data: list[str], tmp_path: Path) -> None:
     other = stochastic(data, undisturbed.path, "optim.lr=1e-4")
     refused = run_ranks(other, tmp_path / "refused")
     assert refused.codes == [2, 2]
@@ -158,41 +153,22 @@ def test_a_length_in_epochs_is_rounded_up_to_steps(overflowing: RunFolder, data:
     assert (overflowing.read_status() or {})["step"] == -(-samples * 5 // (100 * 8))
 
 
-TOO_LONG = (
-    *("data.seq_len=1000000", "model.overrides.max_position_embeddings=1000000"),
-    *("data.held_out=0.5", "model.overrides.vocab_size=8192", "model.attention=eager"),
-    *("train.global_batch=1", "train.micro_batch=1"),
-)
-
-
 @pytest.mark.gate("runs")
 def test_oom_forecast_blocks_unless_forced(tmp_path: Path) -> None:
     cache = [f"data.cache_dir={tmp_path / 'cache'}"]
-    refused = one_rank(tmp_path, cache, *TOO_LONG)
+    refused = one_rank(tmp_path, cache, *TABLES["too_long"])
     assert refused.codes == [2]
     assert "of host memory, but" in refused.output
     assert "data.seq_len=" in refused.output
     assert not (tmp_path / "run").exists()
     assert not (tmp_path / "cache").exists()
-    forced = one_rank(tmp_path, cache, *TOO_LONG, "plan.force=true")
+    forced = one_rank(tmp_path, cache, *TABLES["too_long"], "plan.force=true")
     assert forced.codes == [1], forced.output
     assert "rank 0 ran out of memory after step 0" in forced.output
     assert "data.seq_len=" in forced.output
     run = RunFolder(tmp_path / "run")
     assert len(events(run, "forced")) == len(events(run, "out_of_memory")) == 1
     assert (run.read_status() or {})["outcome"] == "failed"
-
-
-LAUNCHERS = {
-    "deepspeed": ["deepspeed", "--num_accelerators=2", "--master_port={port}"],
-    "torchrun": ["torchrun", "--nproc-per-node=2", "--master-port={port}"],
-    "accelerate": [
-        # Its --cpu starts one process; --multi_gpu means torchrun, whatever device the ranks use.
-        *("accelerate", "launch", "--multi_gpu", "--num_processes=2", "--num_machines=1"),
-        "--main_process_port={port}",
-    ],
-    "python": ["python"],
-}
 
 
 @pytest.fixture(scope="module")
@@ -211,9 +187,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for name in LAUNCHERS
     ],
 )
-def test_every_launcher_starts_a_clone_that_was_never_installed(
-    launcher: str, clone: Path, data: list[str], tmp_path: Path
-) -> None:
+def test_launcher_needs_no_pip(launcher: str, clone: Path, data: list[str], tmp_path: Path) -> None:
     program, *options = (word.format(port=free_port()) for word in LAUNCHERS[launcher])
     command = [Path(sys.executable).with_name(program), *options, clone / "harness" / "train.py"]
     run_dir = tmp_path / "run"

@@ -27,14 +27,7 @@ from tools.preflight_checks import files, network, report
 from tools.preflight_checks.files import Seen, Storage, token
 from tools.preflight_checks.flight import Facts, _rates, judge
 from tools.preflight_checks.machine import Machine, machine_rows
-from tools.preflight_checks.network import (
-    BETWEEN,
-    Links,
-    bus_gb_per_s,
-    neighbour_rows,
-    pair_rounds,
-    ring_rounds,
-)
+from tools.preflight_checks.network import bus_gb_per_s, neighbour_rows, pair_rounds, ring_rounds
 from tools.preflight_checks.report import Row
 
 HOSTS = ["n1", "n2", "n3", "n4"]
@@ -59,7 +52,7 @@ def healthy() -> list[Facts]:
     return [
         Facts(
             clock_s=1000.0,
-            links=Links(all_reduce_gb_per_s=35.0, pairs=pairs[rank], stage="finished"),
+            links=network.Links(all_reduce_gb_per_s=35.0, pairs=pairs[rank], stage="finished"),
             seen=Seen(dict(SEEN)),
             storage=STORAGE,
             machine=replace(MACHINE, gpu_id=f"GPU-{rank}"),
@@ -166,7 +159,7 @@ def test_slow_node_is_named_and_its_neighbours_are_not() -> None:
             (level, other, 4.0 if 2 in (rank, other) else rate)
             for level, other, rate in rank_report.links.pairs
         ]
-    named = row(BETWEEN, reports)
+    named = row(network.BETWEEN, reports)
     assert named.verdict == "warn"
     assert named.found.endswith("slow: n3 (rank 2)")
 
@@ -177,7 +170,7 @@ def test_hanging_network_names_ranks_that_others_wait_for() -> None:
         rank_report.links.problem = "not finished after 60 s"
         rank_report.links.stage = "waiting for others"
         if number in (1, 2):
-            rank_report.links.stage = f"round 2, {BETWEEN}, with rank {3 - number}"
+            rank_report.links.stage = f"round 2, {network.BETWEEN}, with rank {3 - number}"
     result = row("all-reduce", reports)
     assert result.verdict == "FAIL"
     assert result.found.startswith("n2 (rank 1): not finished after 60 s in round 2, links between")
@@ -201,9 +194,7 @@ def test_a_write_rate_is_bytes_over_seconds(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("short_bytes", "verdict"), [(0, "ok"), (1, "FAIL")])
 @pytest.mark.parametrize("checkpoints", [0, 2])
-def test_room_is_for_one_checkpoint_more_than_are_kept(
-    short_bytes: int, verdict: str, checkpoints: int
-) -> None:
+def test_room_is_for_one_checkpoint_more(short_bytes: int, verdict: str, checkpoints: int) -> None:
     estimate = plan().estimate
     assert estimate is not None
     export = estimate.inputs.parameters * estimate.inputs.element_bytes
@@ -260,9 +251,7 @@ def test_ranks_are_named_by_node_and_the_rest_is_counted() -> None:
     assert report.who(range(64), hosts).endswith("n3 (ranks 24-31), and 4 more nodes")
 
 
-def test_network_failure_is_reported_and_its_group_abandoned(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_network_failure_is_reported_and_group_abandoned(monkeypatch: pytest.MonkeyPatch) -> None:
     """Destroying it could wait forever, and would hide the failure."""
 
     def broken(*_: object) -> float:
@@ -272,19 +261,15 @@ def test_network_failure_is_reported_and_its_group_abandoned(
     meeting = SimpleNamespace(world=World(), store=dist.HashStore())
     try:
         links, has_left = network.measure_links(meeting, ["here"], limit_s=30)
-        assert (links.problem, links.stage) == (
-            "RuntimeError: planted",
-            "all-reduce over all ranks",
-        )
+        assert links.problem == "RuntimeError: planted"
+        assert links.stage == "all-reduce over all ranks"
         assert (has_left, dist.is_initialized()) == (False, True)
     finally:
         dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("hosts", "verdict", "found"), TABLES["groups"])
-def test_groups_that_talk_in_every_layer_belong_on_one_node(
-    hosts: list[str], verdict: str, found: str
-) -> None:
+def test_groups_of_every_layer_need_one_node(hosts: list[str], verdict: str, found: str) -> None:
     for axis in ("tensor", "sequence"):
         rows = judge(plan({axis: 2}), hosts, healthy())
         (row,) = [row for row in rows if row.check == f"{axis} ranks"]

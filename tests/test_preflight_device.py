@@ -55,10 +55,9 @@ def test_preflight_queries_the_gpu_driver(monkeypatch: pytest.MonkeyPatch) -> No
     ecc = "Enabled, 0 uncorrected errors"
     expected = checks.Driver("550.127.05", "12.4", "0000:06:00", 16, ecc)
     assert asked(monkeypatch) == expected
-    silent = dict.fromkeys(
-        name for name in vars(fake_nvml()) if name.startswith(("nvmlDeviceGet", "nvmlSystem"))
-    )
-    silent = {name: Exception for name in silent if not name.endswith("HandleByUUID")}
+    starts = ("nvmlDeviceGet", "nvmlSystem")
+    names = [name for name in vars(fake_nvml()) if name.startswith(starts)]
+    silent = {name: Exception for name in names if not name.endswith("HandleByUUID")}
     assert asked(monkeypatch, **silent) == checks.Driver()
 
 
@@ -98,9 +97,7 @@ def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
 
 
 @pytest.mark.parametrize(("driver", "torchs", "nvcc", "problem"), TABLES["versions"])
-def test_versions_of_cuda_must_fit(
-    driver: str | None, torchs: str, nvcc: str | None, problem: str
-) -> None:
+def test_cuda_versions_fit(driver: str | None, torchs: str, nvcc: str | None, problem: str) -> None:
     assert checks.toolkit_problem(driver, torchs, nvcc).startswith(problem)
     assert bool(checks.toolkit_problem(driver, torchs, nvcc)) == bool(problem)
 
@@ -115,9 +112,7 @@ def test_a_folder_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.Mon
     assert checks.lock_problem(tmp_path) == f"{tmp_path}: Function not implemented"
 
 
-def test_operators_are_built_in_the_nearest_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_operators_use_the_nearest_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "not" / "yet"))
     assert checks.extension_folder() == tmp_path
 

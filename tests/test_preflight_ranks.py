@@ -9,6 +9,9 @@ import pytest
 
 from harness.launch.ranks import Outcome
 from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks
+from tests.tables import beside
+
+TABLES = beside(__file__, "preflight_ranks.toml")
 
 NODES = 'os.environ["SLURMD_NODENAME"] = f"n{rank + 1}"'
 
@@ -69,16 +72,7 @@ def test_a_rank_that_reads_another_config_is_named(data: list[str], tmp_path: Pa
 
 @pytest.mark.gate("tools")
 def test_a_rank_that_computes_slowly_is_named(data: list[str], tmp_path: Path) -> None:
-    slowly = """
-import time, torch
-multiply = torch.mm
-def slow(*given, **named):
-    time.sleep(0.2)
-    return multiply(*given, **named)
-if rank == 1:
-    torch.mm = slow
-"""
-    what = f"{NODES}\n{slowly}"
+    what = f"{NODES}\n{TABLES['slowly']}"
     ended = fly(tmp_path, *data, "--json", f"run.dir={tmp_path / 'run'}", what=what).succeeded()
     found = verdicts(ended)["matmul rate"]
     assert (found["verdict"], "slow: n2 (rank 1)" in found["found"]) == ("warn", True)
@@ -102,16 +96,9 @@ def test_a_rank_without_the_environment_says_so(tmp_path: Path) -> None:
 
 
 @pytest.mark.gate("tools")
-def test_a_network_that_hangs_ends_in_time_with_the_rank_named(
-    data: list[str], tmp_path: Path
-) -> None:
-    hangs = """
-import time, torch.distributed as dist
-if rank == 1:
-    dist.batch_isend_irecv = lambda sends: time.sleep(1000)
-"""
+def test_a_network_that_hangs_ends_with_the_rank_named(data: list[str], tmp_path: Path) -> None:
     words = (*data, "--json", f"run.dir={tmp_path / 'run'}")
-    ended = fly(tmp_path, *words, what=f"{NODES}\n{hangs}", limit_s=30)
+    ended = fly(tmp_path, *words, what=f"{NODES}\n{TABLES['hangs']}", limit_s=30)
     assert ended.codes == [2, 2]
     found = verdicts(ended)["all-reduce"]
     assert found["verdict"] == "FAIL"

@@ -37,15 +37,7 @@ from tools.rehearsal import stages as stages_of_it
 from tools.rehearsal.job import STEPS, Job, elsewhere, grid_of, rehearsed
 from tools.rehearsal.shrink import LAYERS as LAYER_KEYS
 from tools.rehearsal.shrink import MOST_BYTES, VOCAB_SIZE, data_keys, excerpt, shrunk, size_of
-from tools.rehearsal.stages import (
-    Done,
-    Rehearsal,
-    StageFailed,
-    apart,
-    differing,
-    done_twice,
-    train_command,
-)
+from tools.rehearsal.stages import Done, Rehearsal, apart, differing, done_twice, train_command
 
 MOST_PARAMETERS = 8_000_000  # sixteen heads per key head make Llama-3.1-405B the largest
 LAYERS = 4
@@ -169,9 +161,7 @@ def test_another_layout_takes_the_same_batch(
 
 @pytest.mark.parametrize("name", sorted(path.name for path in DS_CONFIGS.glob("*.json")))
 @pytest.mark.parametrize("preset", ["llama-3-8b", "mixtral-8x7b", "gpt2-124m"])
-def test_rehearsal_of_every_shipped_json_can_be_planned(
-    name: str, preset: str, tmp_path: Path
-) -> None:
+def test_rehearsal_of_each_shipped_json_is_planned(name: str, preset: str, tmp_path: Path) -> None:
     arguments = [f"model.name={preset}"]
     if ranks_with_experts(read_ds_json(DS_CONFIGS / name)) > 1 and preset != "mixtral-8x7b":
         pytest.skip("has no experts to divide")
@@ -254,9 +244,7 @@ def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("gpus", "json_name", "words"), TABLES["jobs"])
-def test_a_job_that_can_be_trained_is_not_refused_when_small(
-    gpus: int, json_name: str, words: str, tmp_path: Path
-) -> None:
+def test_trainable_job_is_accepted(gpus: int, json_name: str, words: str, tmp_path: Path) -> None:
     """Neither in its own layout nor in the other one."""
     settings = words.split()
     if "model.lora.rank=16" in settings:
@@ -275,7 +263,8 @@ def test_a_job_that_can_be_trained_is_not_refused_when_small(
 def test_small_job_error_is_named_as_the_rehearsal_own(tmp_path: Path) -> None:
     made = job("model.name=llama-3-8b", json_name="tensor2_zero1.json")
     broken = replace(made, model={**made.model, "intermediate_size": 63})
-    with pytest.raises(StageFailed, match=r"not the rehearsal's own small job: .* 63 ") as failed:
+    message = r"not the rehearsal's own small job: .* 63 "
+    with pytest.raises(stages_of_it.StageFailed, match=message) as failed:
         Rehearsal(broken, tmp_path / "made")
     assert (failed.value.stage, failed.value.code) == ("plan", 1)
 
@@ -293,9 +282,8 @@ def test_zero_3_partitions_the_small_model_as_the_large() -> None:
 
 
 def test_layers_per_stage_keep_their_proportion() -> None:
-    made = job(
-        *("model.name=llama-1b", "ds.pipeline.partition=[12,4]"), gpus=2, json_name="pipeline2.json"
-    )
+    words = ("model.name=llama-1b", "ds.pipeline.partition=[12,4]")
+    made = job(*words, gpus=2, json_name="pipeline2.json")
     assert made.deepspeed["pipeline"]["partition"] == [3, 1]
     assert made.model["num_hidden_layers"] == 4
 
@@ -304,9 +292,7 @@ LINE = json.dumps({"text": "word " * 200}) + "\n"
 
 
 @pytest.mark.parametrize("split", [None, "test"])
-def test_excerpt_takes_first_lines_of_large_files_of_the_split(
-    tmp_path: Path, split: str | None
-) -> None:
+def test_excerpt_has_first_lines_of_files_of_the_split(tmp_path: Path, split: str | None) -> None:
     names = ["test.jsonl", "train.jsonl"] if split else ["large.jsonl"]
     (tmp_path / "data").mkdir()
     for name in names:
@@ -476,9 +462,7 @@ def stages_in(printed: str) -> list[str]:
     return [line.split()[0] for line in printed.splitlines() if " s  " in line]
 
 
-def test_a_stage_that_crashes_fails_with_what_its_ranks_said(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_crashed_stage_reports_its_ranks(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     def planted(stage: str, arguments: list[str]) -> list[str]:
         return [sys.executable, "-c", "print('planted'); raise SystemExit(3)"]
 

@@ -24,9 +24,8 @@ SPIKES = {"loss": (654_321, 55.5), "grad_norm": (123_456, 77.5), "step_time_s": 
 def long_run(tmp_path_factory) -> Path:
     """Return a run of a million lines, 340 MB; three are outliers, three have evaluations."""
     folder = write_run(tmp_path_factory.mktemp("long") / "run", [], step=STEPS)
-    values = {
-        key: line_at(1)[key] for key in ("learning_rate", "mfu", "loss_scale", "skipped_steps")
-    }
+    keys = ("learning_rate", "mfu", "loss_scale", "skipped_steps")
+    values = {key: line_at(1)[key] for key in keys}
     rest = json.dumps(values | {"peak_allocated_gib": 61.25})[1:-1]
     # The last value of a key counts.
     rare = {step: f', "{key}": {value}' for key, (step, value) in SPIKES.items()}

@@ -231,17 +231,14 @@ def test_half_written_line_is_skipped_and_cut_at_reopening(tmp_path: Path) -> No
     assert len(folder.events_path.read_text().splitlines()) == 1
 
 
-def test_a_damaged_line_is_left_out_with_a_warning(
-    folder: RunFolder, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_damaged_line_has_a_warning(folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     damaged = [b'{"kind"', b"[1]", b"\xff\x00", b"[" * 100_000, b"{}"]
     lines = [b'{"kind": "a"}', *damaged, b'{"kind": "b"}']
     folder.events_path.write_bytes(b"".join(line + b"\n" for line in lines))
     assert [event["kind"] for event in folder.read_events()] == ["a", "b"]
     warned = [record.getMessage() for record in caplog.records]
-    assert warned == [
-        f"{folder.events_path}: line {number} is damaged and left out" for number in range(2, 7)
-    ]
+    start = f"{folder.events_path}: line"
+    assert warned == [f"{start} {number} is damaged and left out" for number in range(2, 7)]
 
 
 DAMAGES = [b"", b'{"attempt": 3, "st', b"null", b"[]", b"\xff\xfe", b"[" * 100_000, b'"status"']

@@ -70,22 +70,17 @@ def loss_of(shown: dict[str, Any], export: Path) -> float:
     return float(torch.nn.functional.cross_entropy(logits.flatten(0, 1), torch.tensor(targets)))
 
 
-def test_transformers_alone_gets_the_logged_loss_of_step_1(
-    runs: tuple[Path, Path], show: Callable[..., str]
-) -> None:
+def test_transformers_logs_the_same_loss(runs: tuple[Path, Path], show: Callable[..., str]) -> None:
     start, run = runs
     first, second = (json.loads(show("--step", step, "--json")) for step in "12")
-    logged = {
-        line["step"]: line["loss"] for line in RunFolder(run).read_metrics() if "loss" in line
-    }
+    lines = RunFolder(run).read_metrics()
+    logged = {line["step"]: line["loss"] for line in lines if "loss" in line}
     assert loss_of(first, start / "export") == pytest.approx(logged[1], rel=2e-6)
     # Any other batch is detected.
     assert loss_of(second, start / "export") != pytest.approx(logged[1], rel=1e-4)
 
 
-def test_every_sample_says_what_is_read_learned_and_seen(
-    runs: tuple[Path, Path], show: Callable[..., str]
-) -> None:
+def test_samples_say_what_is_learned(runs: tuple[Path, Path], show: Callable[..., str]) -> None:
     shown = json.loads(show("--step", "2", "--json"))
     tokenizer = AutoTokenizer.from_pretrained(runs[0] / "export")
     assert [sample["index"] for sample in shown["samples"]] == list(range(8, 16))

@@ -50,9 +50,7 @@ BUBBLES = {
 
 @pytest.mark.parametrize(("stages", "batches"), [(4, 4), (2, 6), (8, 16), (3, 3)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_every_schedule_waits_and_keeps_what_its_paper_says(
-    name: str, stages: int, batches: int
-) -> None:
+def test_schedules_wait_and_keep_what_papers_say(name: str, stages: int, batches: int) -> None:
     for chunks in (2, 3, 4) if name.startswith("inter") else (1,):
         rows = SCHEDULES[name](stages, batches, chunks)
         placed = spans(rows, [(1, 2)] * stages, chunks)
@@ -123,9 +121,7 @@ def test_pipeline_stages() -> None:
     assert re.search(rf"embedding, layers 0-7 +{first:,} ", text)
     assert re.search(rf"layers 8-11, norm and head +{last:,} ", text)
     assert "Balance, the largest stage over the mean: work 1.0" in text
-    assert (
-        "ZeRO 1: each rank of a stage holds the full weights and gradients, 1/4 of the opt" in text
-    )
+    assert "ZeRO 1: each rank of a stage holds the full weights and gradients, 1/4 of" in text
     assert re.search(r"stage 0 +F0 \.  F1 B0 F2 B1 .* B5\n +stage 1 +\.  F0 B0 F1 B1", text)
     assert "Bubble: (2 - 1) / (6 + 2 - 1) = 14.3% of the step waiting" in text
 

@@ -16,29 +16,11 @@ from tests.private_slurm import Job, PrivateSlurm
 from tests.real_runs import REPOSITORY
 from tests.tables import beside
 
-SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
-# Replaces harness/train.py. Each start of the job does what its word says: wait for a signal
-# (without a handler if it is deaf), crash after saving that checkpoint, or end with that code.
-STAND_IN = """
-import os, pathlib, signal, sys, time
+TABLES = beside(__file__, "slurm.toml")
 
-words = dict(word.split("=", 1) for word in sys.argv[1:] if "=" in word)
-what = words["starts"].split(",")[int(os.environ.get("SLURM_RESTART_COUNT", 0))]
-print("meets at", os.environ["MASTER_PORT"], flush=True)
-if what == "deaf":
-    print("waits", flush=True)
-    time.sleep(300)
-if what == "waits":
-    for number in (signal.SIGUSR1, signal.SIGTERM):
-        signal.signal(number, lambda *_: sys.exit(75))
-    print("waits", flush=True)
-    time.sleep(300)
-if what.startswith("step"):
-    pathlib.Path("runs/first/checkpoints", what).mkdir(parents=True)
-    sys.exit(1)
-sys.exit(int(what))
-"""
+SCRIPT = REPOSITORY / "slurm" / "train.sbatch"
 PYTHON = f"export PATH={Path(sys.executable).parent}:$PATH\n"
+UNCHECKED = f"{PYTHON}PREFLIGHT=0\n"
 # A node on which Python finds no installed packages.
 BARE_NODE = f"""#!/bin/bash
 [[ $SLURMD_NODENAME == n2 ]] && exec {sys.executable} -S "$@"
@@ -55,10 +37,8 @@ def test_the_scripts_are_clean_shell() -> None:
         assert done.returncode == 0, done.stdout
 
 
-@pytest.mark.parametrize(("script", "site", "start"), beside(__file__, "slurm.toml")["starts"])
-def test_a_job_starts_its_program_where_the_site_says(
-    tmp_path: Path, script: str, site: str, start: str
-) -> None:
+@pytest.mark.parametrize(("script", "site", "start"), TABLES["starts"])
+def test_job_starts_where_the_site_says(tmp_path: Path, script: str, site: str, start: str) -> None:
     """Whatever the last line of site.env returns. Stand-ins print how they are started."""
     clone = tmp_path / "a clone"
     shutil.copytree(SCRIPT.parent, clone / "slurm")
@@ -82,23 +62,12 @@ def test_a_job_starts_its_program_where_the_site_says(
         text=True,
     )
     mounts = f"{clone}:{clone},{tmp_path}:{tmp_path}"
-    assert done.stdout == start.format(clone=clone, here=tmp_path, mounts=mounts) + "\n", (
-        done.stderr
-    )
+    started = start.format(clone=clone, here=tmp_path, mounts=mounts)
+    assert done.stdout == f"{started}\n", done.stderr
 
 
-@pytest.mark.parametrize(
-    ("output", "code", "said"),
-    [
-        ("a warning", 124, "n1: python took more than 300 s to import torch\n"),
-        ("no torch", 1, "n1: no torch\n"),
-        ("", 139, "n1: python ended without a message\n"),
-        ("a warning", 0, ""),
-    ],
-)
-def test_a_node_says_why_its_python_is_not_complete(
-    tmp_path: Path, output: str, code: int, said: str
-) -> None:
+@pytest.mark.parametrize(("output", "code", "said"), TABLES["pythons"])
+def test_node_names_an_incomplete_python(tmp_path: Path, output: str, code: int, said: str) -> None:
     (tmp_path / "timeout").write_text(f"#!/bin/bash\necho -n '{output}'\nexit {code}\n")
     (tmp_path / "timeout").chmod(0o755)
     (function,) = re.findall(r"^find_python\(\) \{.*?^\}", SCRIPT.read_text(), re.M | re.S)
@@ -112,10 +81,10 @@ def test_a_node_says_why_its_python_is_not_complete(
 
 
 def clone_of(folder: Path, site: str) -> Path:
-    """Return a clone in `folder` with the shipped script, which starts STAND_IN."""
+    """Return a clone in `folder` with the shipped script, which starts a stand-in."""
     clone = folder / "a clone"
     for path, text in (
-        ("harness/train.py", STAND_IN),
+        ("harness/train.py", TABLES["stand_in"]),
         ("slurm/site.env", site),
         ("slurm/train.sbatch", SCRIPT.read_text()),
         ("slurm/container.sh", SCRIPT.with_name("container.sh").read_text()),
@@ -129,11 +98,7 @@ def clone_of(folder: Path, site: str) -> Path:
 
 
 def submit(
-    slurm: PrivateSlurm,
-    folder: Path,
-    starts: str,
-    *options: str,
-    site: str = f"{PYTHON}PREFLIGHT=0\n",
+    slurm: PrivateSlurm, folder: Path, starts: str, *options: str, site: str = UNCHECKED
 ) -> Job:
     """Submit the shipped script, from outside its clone."""
     script = clone_of(folder, site) / "slurm/train.sbatch"
@@ -141,22 +106,7 @@ def submit(
     return slurm.submit(folder, *words, cwd=folder)
 
 
-# Prints the arguments of a container's tool and runs the program: no tool can be installed here.
-APPTAINER = """#!/bin/bash
-echo "apptainer $*" >> "$(dirname "$0")/said"
-until [[ $1 == *.sif ]]; do shift; done
-shift
-exec "$@"
-"""
-SRUN = """#!/bin/bash
-words=()
-for word in "$@"; do
-  [[ $word == --container-* ]] || { words+=("$word"); continue; }
-  echo "$word" >> "$(dirname "$0")/said"
-done
-exec /usr/bin/srun "${words[@]}"
-"""
-TOOLS = {"apptainer": (APPTAINER, "/images/harness.sif"), "srun": (SRUN, "registry#harness:1")}
+IMAGES = {"apptainer": "/images/harness.sif", "srun": "registry#harness:1"}
 
 
 @pytest.fixture(scope="module")
@@ -172,9 +122,7 @@ def jobs(slurm: PrivateSlurm, tmp_path_factory: pytest.TempPathFactory) -> Itera
             "crashing": crash,
             "limited": submit(slurm, limited, "waits,0", "--time=5"),  # warned after two minutes
             "refused": submit(slurm, refused, "2,0"),
-            **{
-                tool: submit_contained(slurm, tmp_path_factory.mktemp(tool), tool) for tool in TOOLS
-            },
+            **{n: submit_contained(slurm, tmp_path_factory.mktemp(n), n) for n in IMAGES},
         }
 
 
@@ -184,23 +132,19 @@ def first_port(job: Job) -> int:
 
 def submit_contained(slurm: PrivateSlurm, folder: Path, tool: str) -> Job:
     (folder / "bin").mkdir()
-    script, image = TOOLS[tool]
-    (folder / "bin" / tool).write_text(script)
+    (folder / "bin" / tool).write_text(TABLES[tool])
     (folder / "bin" / tool).chmod(0o755)
     site = f"export PATH={folder}/bin:{Path(sys.executable).parent}:$PATH\n"
-    site += f"export PREFLIGHT=0 CONTAINER='{image}' CONTAINER_MOUNTS=/data\n"
+    site += f"export PREFLIGHT=0 CONTAINER='{IMAGES[tool]}' CONTAINER_MOUNTS=/data\n"
     return submit(slurm, folder, "1,0", site=site)
 
 
 @pytest.mark.gate("slurm")
-def test_only_user_cancellation_ends_a_slurm_job(
-    slurm: PrivateSlurm, tmp_path: Path, jobs: dict[str, Job]
-) -> None:
+def test_only_the_user_ends_jobs(slurm: PrivateSlurm, tmp_path: Path, jobs: dict[str, Job]) -> None:
     """A TERM lets the ranks save; a warning kills ranks that are still starting."""
     job = submit(slurm, tmp_path, "waits,deaf,waits,0")
-    for start, options in enumerate(
-        (("--signal=TERM", "--batch"), ("--signal=USR1", "--batch"), ())
-    ):
+    signals = (("--signal=TERM", "--batch"), ("--signal=USR1", "--batch"), ())
+    for start, options in enumerate(signals):
         job.until(lambda n=start: job.output.count("waits") > n, f"start {start}")
         job.cancel(*options)
     assert job.codes()[:2] == [75, 75], job.output
@@ -223,9 +167,8 @@ def test_a_job_finds_its_run_folder_and_a_free_port(jobs: dict[str, Job]) -> Non
     assert ports[0] == taken + 1
     assert len({taken, *ports}) == 6  # another attempt, another port
     endings = (job.log.parent / "runs/first/endings").read_text().splitlines()
-    assert endings == [
-        f"job {job.number} after {newest}" for newest in ("none", *["step-00000007"] * 4)
-    ]
+    newest = ("none", *["step-00000007"] * 4)
+    assert endings == [f"job {job.number} after {name}" for name in newest]
     assert "run.dir=" not in job.output
 
 
@@ -241,11 +184,11 @@ def test_a_config_that_only_the_run_refuses_is_not_requeued(jobs: dict[str, Job]
 
 
 @pytest.mark.gate("slurm")
-@pytest.mark.parametrize("tool", TOOLS)
+@pytest.mark.parametrize("tool", IMAGES)
 def test_a_job_runs_in_the_container_that_the_site_names(jobs: dict[str, Job], tool: str) -> None:
     job = jobs[tool]
     assert job.codes() == [1, 0], job.output
-    folder, image = job.log.parent, TOOLS[tool][1]
+    folder, image = job.log.parent, IMAGES[tool]
     said = (folder / "bin/said").read_text()
     clone = f"{folder}/a clone"
     folders = (clone, str(folder), "/data")
@@ -261,9 +204,7 @@ def test_a_job_runs_in_the_container_that_the_site_names(jobs: dict[str, Job], t
 
 
 @pytest.mark.gate("slurm")
-def test_node_without_environment_is_named_without_waiting(
-    slurm: PrivateSlurm, tmp_path: Path
-) -> None:
+def test_node_without_environment_is_named_at_once(slurm: PrivateSlurm, tmp_path: Path) -> None:
     (tmp_path / "python").write_text(BARE_NODE)
     (tmp_path / "python").chmod(0o755)
     site = f"export PATH={tmp_path}:$PATH\n"

@@ -59,9 +59,8 @@ def test_all_steps_together_read_every_sample_once() -> None:
 
 def test_ranks_share_samples_and_rates_but_no_dropout() -> None:
     first, second = taken(steps(0, 2)), taken(steps(1, 2))
-    for (_, mine, targets, lr, seed), (_, theirs, *same, other_seed) in zip(
-        first, second, strict=True
-    ):
+    both = zip(first, second, strict=True)
+    for (_, mine, targets, lr, seed), (_, theirs, *same, other_seed) in both:
         assert not {*mine} & {*theirs}
         assert len({*mine, *theirs}) == 8
         assert [targets, lr] == same

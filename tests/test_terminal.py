@@ -25,7 +25,10 @@ from harness.run.progress import Progress
 from harness.terminal import HelpFormatter, coloured, takes_colour, wrapped
 from tests.real_runs import REPOSITORY, TRAIN, environment, train_command, write_corpus
 from tests.run.test_meter import LINE
+from tests.tables import beside
 from tests.tiers import rest_in_gate
+
+TABLES = beside(__file__, "terminal.toml")
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 LAYOUT = ("tools/show_layout.py", "--model", "llama-3-8b")
@@ -111,33 +114,8 @@ def shown_in(
         terminal.close()
 
 
-HELP = """Titles of a command are filled to the width.
-
-    python tool.py  # what the command does
-    deepspeed --num_accelerators 2 tool.py --deepspeed zero3.json --plot lr.svg \\
-        model.name=tiny
-
-steps:
-  first   this step does something that takes many words
-"""
-FILLED = """Titles of a command are filled to
-the width.
-
-    # what the command does
-    python tool.py
-    deepspeed --num_accelerators 2 \\
-      tool.py \\
-      --deepspeed zero3.json \\
-      --plot lr.svg \\
-      model.name=tiny
-
-steps:
-  first   this step does something
-          that takes many words"""
-
-
 def test_help_is_wrapped_and_its_commands_can_be_pasted() -> None:
-    assert HelpFormatter("tool.py")._fill_text(HELP, 36, "") == FILLED
+    assert HelpFormatter("tool.py")._fill_text(TABLES["help"], 36, "") == TABLES["filled"]
 
 
 @pytest.mark.parametrize(
@@ -173,17 +151,7 @@ def test_verdicts_have_colours_unless_no_color_says_otherwise() -> None:
     assert "\x1b" not in shown_in(command, env={"TERM": "dumb"})
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "disk                FAIL     3 GiB are free",
-        "disk                ok       3 GiB are free",
-        "disk                warn     3 GiB are free",
-        "Verdict: does not fit: 120.00 GiB",
-        "preflight: ok to start, no warnings",
-        "preflight: FAIL, do not start: disk",
-    ],
-)
+@pytest.mark.parametrize("text", TABLES["verdicts"])
 def test_a_verdict_is_coloured_and_nothing_else_changes(text: str) -> None:
     assert ESCAPES.sub("", coloured(text)) == text != coloured(text)
 
@@ -262,9 +230,7 @@ def test_terminal_width_is_read_at_each_write(monkeypatch: pytest.MonkeyPatch) -
         assert "lr" not in text
 
 
-def test_a_line_stays_every_five_per_cent_and_every_ten_minutes(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_line_stays_every_five_percent_and_ten_minutes(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
     monkeypatch.setattr("harness.run.progress.time.monotonic", lambda: now[0])
     with _Stream(80) as there:

@@ -24,16 +24,15 @@ from tests.data.chat_tokenizers import tokenizer_of
 from tests.data.number_tokenizer import write_number_tokenizer
 from tests.data.test_chats import BOT, CLOCK, USER
 from tests.real_runs import REPOSITORY, wait_for
+from tests.tables import beside
 from tools.tokenize_data import main
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 
 
 def records(count: int) -> list[dict[str, str]]:
-    return [
-        {"text": " ".join(WORDS[(n * 7 + k) % len(WORDS)] for k in range(5 + n % 30))}
-        for n in range(count)
-    ]
+    words = ((WORDS[(n * 7 + k) % len(WORDS)] for k in range(5 + n % 30)) for n in range(count))
+    return [{"text": " ".join(each)} for each in words]
 
 
 @pytest.fixture
@@ -198,32 +197,6 @@ def test_chats_with_a_date_are_found_by_the_run_of_that_date(
     assert opened(*asked[:-1], "data.date=2026-01-31").documents == 20
 
 
-_COMMAND = """
-import os, sys, time
-from harness.data import shards
-from tools.tokenize_data import main
-
-whole, join, encode = shards.shards_of, shards.join_indexed, shards.encode_corpus
-shards.shards_of = lambda corpus, _: whole(corpus, 2000)
-
-def slowly(*arguments):
-    time.sleep(0.2)
-    return encode(*arguments)
-
-def stuck(parts, prefix):
-    join(parts[:2], prefix)
-    prefix.with_name("begun").touch()
-    time.sleep(600)
-
-phase = sys.argv.pop(1)
-if phase == "shards":
-    shards.encode_corpus = slowly
-else:
-    shards.join_indexed = stuck
-sys.exit(main(sys.argv[1:]))
-"""
-
-
 @pytest.mark.gate("data")
 @pytest.mark.usefixtures("small_shards")
 @pytest.mark.parametrize("into", ["cache", "pair"])
@@ -243,7 +216,8 @@ def test_the_whole_command_is_killed_in_both_phases(
         ]
 
     def killed(phase: str, sign: str, count: int) -> None:
-        words = [sys.executable, "-c", _COMMAND, phase, *asked("killed")]
+        code = beside(__file__, "tokenize_data.toml")["command"]
+        words = [sys.executable, "-c", code, phase, *asked("killed")]
         process = subprocess.Popen(words, cwd=REPOSITORY, start_new_session=True)
         wait_for(lambda: process.poll() or len([*(tmp_path / "killed").glob(sign)]) >= count, sign)
         os.killpg(process.pid, signal.SIGKILL)

@@ -23,15 +23,8 @@ TEXTS = [
     ),
     *(f"def area_{n}(radius):\n    return {n} * radius ** 2  # squared\n" for n in range(60)),
 ]
-HARD = [
-    "",
-    " ",
-    "  two  spaces\n\n",
-    "</s> <s> <0x41> ▁ _",
-    "日本語 🎉 ελληνικά",
-    "\t\0a",
-    TEXTS[3] * 3,
-]
+HARD = ["", " ", "  two  spaces\n\n", "</s> <s> <0x41> ▁ _", "日本語 🎉 ελληνικά", "\t\0a"]
+HARD += [TEXTS[3] * 3]
 
 
 @pytest.fixture(scope="module")
@@ -68,9 +61,7 @@ def test_trained_tokenizer_ids_equal_sentencepiece(kind: str, trained: dict[str,
         assert encode(tokenizer, [text])[0] == model.encode(text)
 
 
-def test_the_same_text_gives_the_same_files(
-    corpus: Path, trained: dict[str, Path], tmp_path: Path
-) -> None:
+def test_same_text_gives_same_files(corpus: Path, trained: dict[str, Path], tmp_path: Path) -> None:
     for kind, folder in trained.items():
         again = tmp_path / kind
         assert train([str(corpus), str(again), "--kind", kind, "--vocab-size=400"]) == ExitCode.DONE
@@ -101,9 +92,8 @@ def words(tmp_path: Path) -> Path:
     """Return a tokenizer of whole words that knows three of them."""
     backend = Tokenizer(WordLevel({"<unk>": 0, "</s>": 1, "a": 2, "bb": 3, "ccc": 4}, "<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", eos_token="</s>"
-    )
+    special = {"unk_token": "<unk>", "eos_token": "</s>"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
     tokenizer.save_pretrained(tmp_path / "words")
     return tmp_path / "words"
 

@@ -1,6 +1,5 @@
 """Configs of other programs are recognized, and so are our two files if swapped."""
 
-import json
 import re
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,7 @@ from harness.config.run_file import load_run_config, other_names
 from harness.errors import ConfigError
 from tests.tables import beside
 
-MODEL = json.dumps(
-    dict.fromkeys(["architectures", "model_type", "vocab_size", "hidden_size", "num_hidden_layers"])
-)
-DS_JSON = {"bf16": {"enabled": True}, "zero_optimization": {}, "gradient_clipping": 1.0}
-OWN = '[model]\nname = "tiny"\n[train]\nsteps = 3\n[optim]\nlr = 1e-3\n'
+TABLES = beside(__file__, "foreign.toml")
 
 
 def problem_of(path: Path, wanted: str) -> str:
@@ -28,10 +23,8 @@ def problem_of(path: Path, wanted: str) -> str:
 
 
 @pytest.mark.parametrize("wanted", ["deepspeed", "run"])
-@pytest.mark.parametrize("program", beside(__file__, "foreign.toml")["programs"])
-def test_another_programs_config_is_one_line(
-    tmp_path: Path, wanted: str, program: dict[str, Any]
-) -> None:
+@pytest.mark.parametrize("program", TABLES["programs"])
+def test_foreign_config_is_one_line(tmp_path: Path, wanted: str, program: dict[str, Any]) -> None:
     path = tmp_path / "config.yml"
     path.write_text(program["text"])
     problem = problem_of(path, wanted)
@@ -41,19 +34,8 @@ def test_another_programs_config_is_one_line(
     assert "as keys of the run config" in problem
 
 
-@pytest.mark.parametrize(
-    ("text", "wanted", "expected"),
-    [
-        (MODEL, "deepspeed", "is a model's config.json, not a DeepSpeed JSON"),
-        (MODEL, "deepspeed", "model.name="),
-        (OWN, "deepspeed", "is a run config, not a DeepSpeed JSON: give it with --config"),
-        (json.dumps(DS_JSON, indent=2), "run",
-         "is a DeepSpeed JSON, not a run config: give it with --deepspeed"),
-    ],
-)  # fmt: skip
-def test_a_models_config_and_our_own_two_are_told_apart(
-    text: str, wanted: str, expected: str, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize(("text", "wanted", "expected"), TABLES["swapped"])
+def test_configs_are_told_apart(text: str, wanted: str, expected: str, tmp_path: Path) -> None:
     (tmp_path / "config").write_text(text)
     assert expected in problem_of(tmp_path / "config", wanted)
 
@@ -72,18 +54,7 @@ def test_what_other_trainers_call_a_key_is_one_of_ours() -> None:
     assert words - {"zero3.json"} <= ours
 
 
-@pytest.mark.parametrize(
-    ("key", "said"),
-    [
-        ("train.loss_type", "; did you mean train.objective?"),
-        ("rpo_alpha", "; did you mean train.sft_weight?"),
-        ("kto", ": not supported; docs/alternatives.md"),
-        ("model.load_in_8bit", ": not supported; docs/alternatives.md"),
-        ("model.fp8", "; did you mean model.float8?"),
-        ("flash_attention_2", "; did you mean model.attention?"),
-        ("gradient-accumulation-steps", "; did you mean train.global_batch (micro-batch x"),
-    ],
-)
+@pytest.mark.parametrize(("key", "said"), TABLES["other_trainers"])
 def test_keys_of_other_trainers_are_answered(key: str, said: str) -> None:
     with pytest.raises(ConfigError, match=re.escape(said)):
         load_run_config(None, [f"{key}=true"])

@@ -36,9 +36,8 @@ def test_a_warm_up_may_be_a_share_of_the_run(name: str, ratio: float, steps: int
     section = OptimConfig.model_validate({"schedule": name, "lr": 1e-3, "warmup_ratio": ratio})
     of_steps = schedule_of(name, 1e-3, 100, warmup_steps=steps)
     assert Schedule(section, 100).warmup == steps
-    assert [Schedule(section, 100).lr(n) for n in (1, 50, 100)] == [
-        of_steps.lr(n) for n in (1, 50, 100)
-    ]
+    steps = (1, 50, 100)
+    assert [Schedule(section, 100).lr(n) for n in steps] == [of_steps.lr(n) for n in steps]
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
@@ -75,9 +74,8 @@ def test_polynomials_fall_by_their_power() -> None:
 def test_inverse_sqrt_decay_ignores_run_length() -> None:
     for total in (100, 10**6):
         schedule = schedule_of("inverse_sqrt", 1e-3, total, warmup_steps=16, min_lr_ratio=0.01)
-        assert [schedule.lr(step) for step in (8, 16, 64, 1600)] == pytest.approx(
-            [5e-4, 1e-3, 5e-4, 1e-4]
-        )
+        rates = [schedule.lr(step) for step in (8, 16, 64, 1600)]
+        assert rates == pytest.approx([5e-4, 1e-3, 5e-4, 1e-4])
         assert schedule.lr(10**9) == pytest.approx(1e-5)
     at_once = schedule_of("inverse_sqrt", 1e-3, 100, min_lr_ratio=0.01)
     assert [at_once.lr(step) for step in (1, 4)] == pytest.approx([1e-3, 5e-4])
@@ -88,15 +86,8 @@ def test_warm_restarts_are_torchs(cycles: int, growth: int, first: int) -> None:
     import torch
     from torch.optim.lr_scheduler import CosineAnnealingWarmRestarts
 
-    schedule = schedule_of(
-        "cosine_restarts",
-        1e-3,
-        110,
-        10,
-        min_lr_ratio=0.1,
-        cycles=cycles,
-        cycle_growth=float(growth),
-    )
+    how = {"min_lr_ratio": 0.1, "cycles": cycles, "cycle_growth": float(growth)}
+    schedule = schedule_of("cosine_restarts", 1e-3, 110, 10, **how)
     optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-3)
     theirs = CosineAnnealingWarmRestarts(optimizer, first, growth, eta_min=1e-4)
     for step in range(10, 110):

@@ -23,13 +23,9 @@ from harness.data.split import SIDES, load_split, stores_separator, write_splits
 EOS, SEQ_LEN, ROWS = 2, 8, 2
 PAD_TO = 3  # does not divide SEQ_LEN
 # Examples are the same in every run, so that a failure means a code change.
-PROPERTY = settings(
-    derandomize=True,
-    database=None,
-    deadline=None,
-    max_examples=5,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+_HOW: dict[str, Any] = {"database": None, "deadline": None}
+_HOW |= {"derandomize": True, "suppress_health_check": [HealthCheck.too_slow]}
+PROPERTY = settings(max_examples=5, **_HOW)
 Token = tuple[int, int]
 """A document and a position in it."""
 
@@ -158,7 +154,5 @@ def _targets(stream: Stream, documents: Documents) -> Iterator[Token]:
             for place in range(1, min(SEQ_LEN, len(documents.ids[number]))):
                 yield number, place
     else:
-        joined = [
-            (number, place) for number in numbers for place in range(len(documents.ids[number]))
-        ]
+        joined = [(n, place) for n in numbers for place in range(len(documents.ids[n]))]
         yield from joined[1 : 1 + stream.samples * SEQ_LEN]

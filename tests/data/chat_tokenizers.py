@@ -89,10 +89,8 @@ def chats(count: int, *, tools: bool, seed: int = 0) -> Iterator[list[dict[str, 
 
 def write_chats(path: Path, count: int, *, tools: bool) -> list[dict[str, Any]]:
     """Write conversations as JSON lines; arguments of calls are text, as in OpenAI's format."""
-    records = [
-        {"messages": turns, **({"tools": TOOLS} if tools else {})}
-        for turns in chats(count, tools=tools)
-    ]
+    more = {"tools": TOOLS} if tools else {}
+    records = [{"messages": turns, **more} for turns in chats(count, tools=tools)]
     texts = [{**row, "messages": with_arguments(row["messages"], "text")} for row in records]
     path.write_text("".join(json.dumps(text) + "\n" for text in texts))
     return records

@@ -81,9 +81,8 @@ def test_dry_run_and_run_agree(
         (folder / "rows.jsonl").write_text("".join(f"{line}\n" for line in lines))
         own = [f"data.path={folder}/rows.jsonl", *[f"data.tokenizer={tokenizer}"] * bool(tokenizer)]
         try:
-            run = load_run_config(
-                None, [*own, f"data.cache_dir={folder}/cache", *shlex.split(words)]
-            )
+            assignments = [*own, f"data.cache_dir={folder}/cache", *shlex.split(words)]
+            run = load_run_config(None, assignments)
             spec = DataSpec.of_run(run, {})
         except ConfigError:  # keys that exclude each other
             return

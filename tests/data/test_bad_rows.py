@@ -41,9 +41,7 @@ def spoilt_lines(path: Path) -> Path:
     return path
 
 
-def test_bad_lines_are_left_out_counted_and_named_at_every_start(
-    opened: Opened, refused: Refused, tmp_path: Path
-) -> None:
+def test_bad_lines_are_skipped_and_named(opened: Opened, refused: Refused, tmp_path: Path) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
     problems = refused(path)
     assert len(problems) == 4
@@ -68,9 +66,7 @@ def test_bad_lines_are_left_out_counted_and_named_at_every_start(
         assert caught.value.problems == refused(path, **limits)
 
 
-def test_too_many_bad_rows_reject_the_run_with_examples(
-    opened: Opened, refused: Refused, tmp_path: Path
-) -> None:
+def test_too_many_bad_rows_reject_the_run(opened: Opened, refused: Refused, tmp_path: Path) -> None:
     path = spoilt_lines(tmp_path / "a.jsonl")
     options = {"bad_rows": "skip"}
     first, *others = refused(path, **options)
@@ -78,9 +74,7 @@ def test_too_many_bad_rows_reject_the_run_with_examples(
         "data.bad_rows_limit is 0.1, but 5 of 40 (12.5%) rows are bad: fix them, or raise it; "
         "the first of each kind:"
     )
-    assert [problem.split(": ")[1] for problem in others] == [
-        f"{path}:{line}" for line in (4, 8, 12, 40)
-    ]
+    assert [text.split(": ")[1] for text in others] == [f"{path}:{n}" for n in (4, 8, 12, 40)]
     for limit in (0.125, 5):
         assert opened(path, **options, bad_rows_limit=limit).documents == 35
     # Cached data is checked against the limit of each start.
@@ -120,9 +114,7 @@ def test_data_without_bad_rows_is_the_same(opened: Opened, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("name", ["a.csv", "a.parquet", "a.json", "chats.jsonl"])
-def test_rows_of_every_format_are_left_out(
-    opened: Opened, tmp_path: Path, chatml_dir: str, name: str
-) -> None:
+def test_any_format_skips_rows(opened: Opened, tmp_path: Path, chatml_dir: str, name: str) -> None:
     path, records = tmp_path / name, [record(number) for number in range(40)]
     if name == "a.csv":
         rows = [f'"{record["text"]}";{record["l"]}' for record in records]

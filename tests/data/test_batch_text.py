@@ -125,9 +125,7 @@ def test_the_command_needs_the_run_folder_alone(
         assert message in capsys.readouterr().err
 
 
-def test_a_dry_run_shows_the_first_rows_of_each_source(
-    tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
+def test_dry_run_shows_rows_of_sources(tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
     """In their order, held-out ones included, as they would be learned; nothing is written."""
     pairs = ({"prompt": f"q{n} ", "completion": f"answer {n} " * 9} for n in range(30))
     texts = ({"text": f"plain text {n} " * 30} for n in range(30))

@@ -18,23 +18,14 @@ from harness.data.batches import Contiguous, HeldOutText, Stream, share_of_rank
 from harness.data.packed_documents import TooLong
 from harness.data.packing import IGNORED
 from harness.data.padded import Padded, Pools
-from tests.data.batchings import (
-    BATCHINGS,
-    DOCUMENTS,
-    EOS,
-    PROPERTY,
-    ROWS,
-    SEQ_LEN,
-    Corpus,
-    Documents,
-    Token,
-    tokens_learned,
-)
+from tests.data import batchings
+from tests.data.batchings import BATCHINGS, DOCUMENTS, PROPERTY, ROWS, SEQ_LEN, Corpus, Documents
 
 every_batching = pytest.mark.parametrize("name", BATCHINGS)
 TENSORS = ("input_ids", "labels", "position_ids", "sources", "windows", "goes_on")
 # Ranks, samples per micro-batch, and micro-batches per rank.
 LAYOUTS = st.tuples(st.integers(1, 4), st.integers(1, 3), st.integers(1, 3))
+Layout = tuple[int, int, int]
 Row = tuple[tuple[int, int], ...]
 
 
@@ -66,12 +57,12 @@ def rows(batch: Batch) -> list[Row]:
 
 
 def _unpadded(row: list[tuple[int, int]]) -> Row:
-    while row and row[-1] == (EOS, IGNORED):
+    while row and row[-1] == (batchings.EOS, IGNORED):
         row.pop()
     return tuple(row)
 
 
-def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
+def learned_in(stream: Stream, index: int, documents: Documents) -> list[batchings.Token]:
     """Compare a sample with its documents; return the tokens learned in it."""
     sample = stream.sample(index)
     batch = sample.batch
@@ -97,9 +88,7 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
         within = [at for span in sample.spans for at in range(span.last - span.first)][:SEQ_LEN]
         padding = range(1, len(ids) - len(within) + 1)
         assert batch.position_ids[0].tolist() == [*within, *padding]
-    whole = [
-        (documents.ids[span.document], documents.masked[span.document]) for span in sample.spans
-    ]
+    whole = [(documents.ids[s.document], documents.masked[s.document]) for s in sample.spans]
     kept = [
         (ids[span.first : span.last], masked[span.first : span.last])
         for span, (ids, masked) in zip(sample.spans, whole, strict=True)
@@ -111,11 +100,9 @@ def learned_in(stream: Stream, index: int, documents: Documents) -> list[Token]:
 @every_batching
 @PROPERTY
 @given(documents=DOCUMENTS)
-def test_an_epoch_learns_every_target_once(
-    name: str, documents: Documents, folders: Iterator[Path]
-) -> None:
+def test_targets_are_learned_once(name: str, documents: Documents, folders: Iterator[Path]) -> None:
     stream = BATCHINGS[name](corpus_of(folders, documents))
-    expected = Counter(tokens_learned(stream, documents))
+    expected = Counter(batchings.tokens_learned(stream, documents))
     assert set(expected.values()) == {1}
     samples = stream.samples
     assert expected == Counter(
@@ -162,11 +149,7 @@ def test_a_sample_is_a_function_of_its_index(
 @PROPERTY
 @given(documents=DOCUMENTS, first=st.integers(0, 60), layout=LAYOUTS)
 def test_ranks_share_a_step_without_overlap(
-    name: str,
-    documents: Documents,
-    first: int,
-    layout: tuple[int, int, int],
-    folders: Iterator[Path],
+    name: str, documents: Documents, first: int, layout: Layout, folders: Iterator[Path]
 ) -> None:
     stream = BATCHINGS[name](corpus_of(folders, documents))
     (ranks, micro, accumulation), global_batch = layout, int(np.prod(layout))
@@ -176,10 +159,8 @@ def test_ranks_share_a_step_without_overlap(
     assert len(of_ranks[0].batches) <= accumulation
     rounds = zip(*(data.batches for data in of_ranks), strict=True)
     batches = [batch for of_round in rounds for batch in of_round]
-    shared, whole = (
-        [row for batch in batches for row in rows(batch)],
-        stream.batch(first, global_batch),
-    )
+    shared = [row for batch in batches for row in rows(batch)]
+    whole = stream.batch(first, global_batch)
     if isinstance(stream, Padded) and stream.pools:  # a step is sorted before it is divided
         assert sorted(shared) == sorted(rows(whole))
         widths = [batch.input_ids.shape[1] for batch in batches]
@@ -199,12 +180,7 @@ def test_ranks_share_a_step_without_overlap(
 @PROPERTY
 @given(documents=DOCUMENTS, layout=LAYOUTS, rank=st.integers(0, 3), done=st.integers(0, 4))
 def test_a_run_that_resumes_reads_the_rest(
-    name: str,
-    documents: Documents,
-    layout: tuple[int, int, int],
-    rank: int,
-    done: int,
-    folders: Iterator[Path],
+    name: str, documents: Documents, layout: Layout, rank: int, done: int, folders: Iterator[Path]
 ) -> None:
     corpus, (ranks, micro, _) = corpus_of(folders, documents), layout
     how = {"curriculum": Curriculum(int(np.prod(layout))), "micro_batch": micro}
@@ -238,9 +214,8 @@ def test_documents_without_a_target_or_too_long_are_in_no_sample(
 @every_batching
 def test_the_seed_changes_the_order(name: str, folders: Iterator[Path]) -> None:
     documents = Documents.drawn([12] * 40, 0)
-    first, again, other = (
-        BATCHINGS[name](Corpus(next(folders), documents, seed)) for seed in (0, 0, 1)
-    )
+    corpora = [Corpus(next(folders), documents, seed) for seed in (0, 0, 1)]
+    first, again, other = (BATCHINGS[name](corpus) for corpus in corpora)
     read = [[stream.sample(index).spans for index in range(20)] for stream in (first, again, other)]
     assert read[0] == read[1]
     assert (read[0] == read[2]) == (name == "contiguous")
@@ -274,9 +249,7 @@ def test_batch_share_of_a_rank_is_as_documented() -> None:
 
 @PROPERTY
 @given(documents=DOCUMENTS)
-def test_each_row_of_a_contiguous_stream_reads_on(
-    documents: Documents, folders: Iterator[Path]
-) -> None:
+def test_rows_of_contiguous_streams_read_on(documents: Documents, folders: Iterator[Path]) -> None:
     corpus = corpus_of(folders, documents)
     stream = Contiguous(corpus.packed(), ROWS)
     length = stream.samples // ROWS
@@ -332,9 +305,7 @@ def test_pools_end_with_stream_epoch_and_change_of_shares() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "micro_batch"), [(1, 2), (2, 3), (3, 1), (1, 6)])
-def test_contiguous_row_stays_on_its_rank_and_micro_batch(
-    ranks: int, micro_batch: int, folders: Iterator[Path]
-) -> None:
+def test_contiguous_rows_keep_ranks(ranks: int, micro_batch: int, folders: Iterator[Path]) -> None:
     stream = Contiguous(Corpus(next(folders), Documents.drawn([12] * 40, 0)).packed(), 6)
     for rank in range(ranks):
         steps = stream.steps(
@@ -353,4 +324,4 @@ def test_contiguous_row_stays_on_its_rank_and_micro_batch(
 def test_the_end_of_a_document_is_always_a_target(is_stored: bool, folders: Iterator[Path]) -> None:
     packed = Corpus(next(folders), Documents.drawn([5] * 40, 1, is_stored)).packed(seq_len=1)
     labels = packed.read(np.arange(packed.num_windows)).labels
-    assert (labels == EOS).sum() == packed.split.num_documents
+    assert (labels == batchings.EOS).sum() == packed.split.num_documents

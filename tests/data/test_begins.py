@@ -23,6 +23,7 @@ from harness.files.corpus import find_corpus
 from harness.files.data_format import BadLines
 from harness.files.kept_sample import masks_of
 from tests.data.conftest import Opened, Refused, Written
+from tests.tables import beside
 
 WORDS = "the model reads a long question and answers it in word or two".split()  # noqa: SIM905
 MARK = "\u2581"
@@ -33,13 +34,11 @@ def spaced(legacy: bool) -> Tokenizer:
     letters = sorted({*"".join(WORDS), *"0123456789.,=+\n ", MARK})
     merges = [(MARK, "a"), ("t", "h"), ("th", "e"), (MARK, "the"), (MARK, MARK), ("e", "s")]
     vocab = ["<unk>", "<s>", "</s>", *letters, *("".join(pair) for pair in merges)]
-    backend = Tokenizer(
-        models.BPE({token: n for n, token in enumerate(vocab)}, merges, unk_token="<unk>")
-    )
+    tokens = {token: n for n, token in enumerate(vocab)}
+    backend = Tokenizer(models.BPE(tokens, merges, unk_token="<unk>"))
     if legacy:
-        backend.normalizer = normalizers.Sequence(
-            [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
-        )
+        marks = [normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)]
+        backend.normalizer = normalizers.Sequence(marks)
     else:
         backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
     backend.decoder = decoders.Metaspace()
@@ -93,13 +92,7 @@ def documents(
 
 
 every = pytest.mark.parametrize("name", BACKENDS)
-PAIRS = [
-    ("the answer: ", "is 3."),
-    ("the ans", "wer is"),
-    ("a", ""),
-    ("", "the model"),
-    ("1+2=", " 3"),
-]
+PAIRS = beside(__file__, "begins.toml")["pairs"]
 
 
 @every
@@ -191,9 +184,7 @@ def test_long_document_gets_no_bos_at_chunk_boundaries(
 
 @every
 @pytest.mark.parametrize("end", ["</s>", "</s>\n"])
-def test_an_end_that_a_row_writes_itself_is_not_doubled(
-    write_jsonl: Written, name: str, end: str
-) -> None:
+def test_an_end_that_a_row_writes_is_not_doubled(write_jsonl: Written, name: str, end: str) -> None:
     tokenizer = tokenizer_of(name)
     segments = [{"label": False, "text": "the"}, {"label": True, "text": f" word{end}"}]
     path = write_jsonl(
@@ -222,9 +213,7 @@ def opened(opened: Opened) -> Opened:
     return partial(opened, seq_len=32)
 
 
-def test_a_run_of_text_says_what_its_documents_begin_with(
-    opened: Opened, write_jsonl: Written
-) -> None:
+def test_a_run_says_what_its_documents_begin_with(opened: Opened, write_jsonl: Written) -> None:
     tokenizer = tokenizer_of("bytes")
     path = write_jsonl(*({"text": f"the model reads {n}"} for n in range(40)))
     data, plain = (opened(path, bos=bos) for bos in ("auto", "off"))
@@ -301,9 +290,8 @@ class SlowTokenizer(PreTrainedTokenizerFast):
 
 def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(write_jsonl: Written) -> None:
     fast = tokenizer_of("bytes")
-    tokenizer = SlowTokenizer(
-        tokenizer_object=fast.backend_tokenizer, bos_token="<s>", eos_token="</s>"
-    )
+    backend = fast.backend_tokenizer
+    tokenizer = SlowTokenizer(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     path = write_jsonl(*({"prompt": prompt, "completion": answer} for prompt, answer in PAIRS))
     assert documents(tokenizer, path) == documents(fast, path)
     for labels, is_told in (("011", True), ("0101", False), ("010", False), ("10", False)):
@@ -317,9 +305,7 @@ def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(write_jsonl: Wr
         assert all(documents(tokenizer, path, learn="all")[0][1][1:])
 
 
-def test_rows_of_token_ids_are_read_as_they_are(
-    opened: Opened, refused: Refused, write_jsonl: Written
-) -> None:
+def test_rows_of_token_ids_are_kept(opened: Opened, refused: Refused, write_jsonl: Written) -> None:
     rows = [
         {"input_ids": [9, 10, 11, n + 20, 1], "labels": [9, -100, 11, n + 20, 1]} for n in range(30)
     ]

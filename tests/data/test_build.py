@@ -30,9 +30,8 @@ WORDS = ["the", "model", "reads", "text", "and", "learns", "a", "bit", "of", "it
 
 
 def text(number: int, words: int = 60) -> str:
-    return (
-        " ".join(WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words)) + f" {number}.\n"
-    )
+    words_of_text = (WORDS[(number * 7 + i * i) % len(WORDS)] for i in range(words))
+    return " ".join(words_of_text) + f" {number}.\n"
 
 
 def everything(data: Data) -> dict[int, list[int]]:
@@ -51,9 +50,7 @@ def everything(data: Data) -> dict[int, list[int]]:
     return {n: [ids[place] for place in sorted(ids)] for n, ids in tokens_of.items()}
 
 
-def test_text_files_lines_and_pairs_give_the_same_batches(
-    opened: Opened, tmp_path: Path, write_jsonl: Written
-) -> None:
+def test_forms_of_text_batch_alike(opened: Opened, tmp_path: Path, write_jsonl: Written) -> None:
     texts = [text(n) for n in range(12)]
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -111,9 +108,7 @@ def test_the_tokenizer_is_trained_on_the_users_text(opened: Opened, tmp_path: Pa
     assert data.held_out.tokens / data.train.tokens == pytest.approx(0.25, rel=0.01)
 
 
-def test_standard_library_corpus_is_cached_as_the_readme_says(
-    library: Data, cache_dir: Path
-) -> None:
+def test_standard_library_is_cached_as_the_readme_says(library: Data, cache_dir: Path) -> None:
     assert library.vocab_size == 8192
     assert library.train.is_masked is False
     assert 2.5e6 < library.train.tokens < 4.5e6
@@ -184,9 +179,7 @@ def test_too_little_text_names_the_numbers(refused: Refused, write_jsonl: Writte
     assert "change data.held_out (now 0.2)" in problems[1]
 
 
-def test_a_bad_line_is_refused_before_anything_is_kept(
-    refused: Refused, tmp_path: Path, write_jsonl: Written
-) -> None:
+def test_a_bad_line_leaves_nothing(refused: Refused, tmp_path: Path, write_jsonl: Written) -> None:
     path = write_jsonl({"text": text(1)}, {"txt": "typo"}, {"text": 1}, {"text": text(2)})
     for options in ({}, {"tokenizer": None}):
         problems = refused(path, **options)
@@ -194,9 +187,7 @@ def test_a_bad_line_is_refused_before_anything_is_kept(
     assert not [folder for folder in (tmp_path / "cache").iterdir() if folder.is_dir()]
 
 
-def test_given_weights_get_rows_for_the_ids_that_they_lack(
-    opened: Opened, write_jsonl: Written
-) -> None:
+def test_given_weights_get_rows_for_missing_ids(opened: Opened, write_jsonl: Written) -> None:
     path = write_jsonl(*({"text": text(n)} for n in range(20)))
     assert opened(path, model_vocab_size=299, adds_rows=True).vocab_size == 300
 
@@ -206,9 +197,7 @@ def write_pair(prefix: Path, documents: list[list[int]]) -> Path:
     return prefix
 
 
-def test_out_of_vocabulary_ids_are_rejected_before_step_1(
-    opened: Opened, refused: Refused, tmp_path: Path
-) -> None:
+def test_unknown_ids_are_rejected_early(opened: Opened, refused: Refused, tmp_path: Path) -> None:
     """They are in the last document, which no window of the first steps contains."""
     ordinary = [*[10, 11, 12] * 11, *[14] * 40, 2]
     pair = write_pair(tmp_path / "pair", [ordinary] * 9 + [[*ordinary[:33], 9000, 9100, 2]])
@@ -219,9 +208,7 @@ def test_out_of_vocabulary_ids_are_rejected_before_step_1(
     assert data.train.samples > 10
 
 
-def test_ids_that_are_replaced_in_place_change_the_fingerprint(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_ids_replaced_in_place_change_the_fingerprint(opened: Opened, tmp_path: Path) -> None:
     """Same size, same .idx, same cache: every reader must notice the one changed id."""
     documents = [[10 + number % 50, 11, 12, 13] * 20 + [2] for number in range(40)]
     pair = write_pair(tmp_path / "pair", documents)
@@ -236,9 +223,7 @@ def test_ids_that_are_replaced_in_place_change_the_fingerprint(
     assert windows[0] == windows[1]
 
 
-def test_text_whose_words_change_places_changes_the_fingerprint(
-    opened: Opened, tmp_path: Path
-) -> None:
+def test_text_with_reordered_words_changes_the_fingerprint(opened: Opened, tmp_path: Path) -> None:
     """One character per token: neither sizes nor token counts differ."""
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -295,9 +280,7 @@ def test_prompt_data_keeps_the_fingerprint_of_earlier_versions(
     assert data.fingerprint == f"{whole}-{layout.hexdigest()}"
 
 
-def test_too_small_held_out_split_advises_how_to_disable_it(
-    tmp_path: Path, tokenizer_dir: str
-) -> None:
+def test_too_small_held_out_split_says_how_to_disable(tmp_path: Path, tokenizer_dir: str) -> None:
     for name, count in (("train", 50), ("test", 1)):
         lines = [json.dumps({"text": text(number, 8)}) for number in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))

@@ -65,9 +65,7 @@ def test_built_files_are_synced_before_the_rename(tmp_path: Path, synced: list[P
     assert {path.parent.name.partition("-")[0] for path in synced} == {"made.partial"}
 
 
-def test_without_locks_many_build_and_all_find_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_locks_many_build_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """On a file system without flock, from the point of view of the second builder."""
 
     def no_locks(*_: object) -> None:
@@ -86,9 +84,7 @@ def test_without_locks_many_build_and_all_find_the_same(
     assert not list(tmp_path.glob("*.partial-*"))
 
 
-def test_a_builder_on_a_machine_with_a_longer_name_is_left_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_builder_of_a_longer_name_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cache.socket, "gethostname", lambda: "node1")
     for name in ("node1-7", "node1-a-7"):
         (tmp_path / f"made.partial-{name}").mkdir()

@@ -25,7 +25,11 @@ from tests.data.conftest import Opened, Refused, Written
 from tests.tables import beside
 
 USER, BOT = {"role": "user", "content": "a?"}, {"role": "assistant", "content": "b."}
-SYSTEM: dict[str, Any] = {"role": "system", "content": "c!"}
+TABLES = beside(__file__, "chats.toml", with_parts=True)
+TEMPLATES = TABLES["templates"]
+PROMPT, CLOCK, BLOCKS = (TEMPLATES[name] for name in ("prompt", "clock", "blocks"))
+CALLS = TEMPLATES["calls"] + PROMPT
+CALLED = [USER, TABLES["parts"]["called"]]
 style = pytest.mark.parametrize("style", STYLES)
 
 
@@ -68,9 +72,7 @@ def without_marks(tokenizer: PreTrainedTokenizerFast) -> PreTrainedTokenizerFast
 @style
 @pytest.mark.parametrize("tools", [None, TOOLS])
 @pytest.mark.parametrize("has_marks", [True, False])
-def test_tokens_and_masks_are_those_of_transformers(
-    style: str, tools: object, has_marks: bool
-) -> None:
+def test_tokens_and_masks_equal_transformers(style: str, tools: object, has_marks: bool) -> None:
     tokenizer = tokenizer_of(style)
     masked = tokenizer if has_marks else without_marks(tokenizer)
     end = tokenizer.convert_tokens_to_ids(STYLES[style].end)
@@ -143,16 +145,6 @@ def test_generation_ends_with_a_turn(style: str) -> None:
     assert SpecialIds.of(plain).in_place_of({})["eos_token_id"] == ids.eos
 
 
-THINKING = """
-{%- for m in messages %}
-{{- '<|im_start|>' + m.role + '\n' }}
-{{- m.content.split('</think>')[-1] if m.role == 'assistant' and not loop.last else m.content }}
-{{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{%- endif %}
-"""
-
-
 def learned_text(tokenizer: PreTrainedTokenizerFast, chat: Chat, learn: str = "assistant") -> str:
     ids, mask = encoded(tokenizer, chat, learn)
     return tokenizer.decode([token for token, is_own in zip(ids, mask, strict=True) if is_own])
@@ -164,54 +156,28 @@ def thinking(text: str, looks: str = "false") -> tuple[str, list[dict[str, Any]]
     looking = f"{{%- set content = m.content %}}{{{{ '*' if {looks} else '' }}}}"
     turn = {"role": "assistant", "content": f"<think>so</think>{text}"}
     user = {"role": "user", "content": "ok ok"}
-    return THINKING.replace(begin, begin + looking), [user, turn, user, turn]
+    return TEMPLATES["thinking"].replace(begin, begin + looking), [user, turn, user, turn]
 
 
-PROMPT = "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
-ROLES = "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}{% endfor %}"
-CALLS = (
-    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + ARGUMENTS }}"
-    "{% endfor %}{{ '<|im_end|>\n' }}{% endfor %}" + PROMPT
-)
-CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
-CALLED: list[dict[str, Any]] = [USER, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
-BLOCKS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}"
-    "{{ '<|im_start|>assistant\n' + m.content + '<|im_end|>\n' }}{% endgeneration %}"
-    "{% else %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}"
-    "{% endfor %}" + PROMPT
-)
-PLAIN = (
-    "{% for m in messages %}{{ m.role + ':\\n' + m.content + '\\n' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{ 'assistant:\\n' }}{% endif %}"
-)
 THOUGHT = "yes<|im_end|><think>so</think>yes<|im_end|>"
 TEXTS = {
     "rewritten turns": (*thinking("yes"), THOUGHT),
     "looks at ends": (*thinking("yes", "content.endswith('ok')"), THOUGHT),
     "looks at starts": (*thinking("yes", "content.startswith('ok')"), THOUGHT),
     "a turn of tags": (*thinking("<safe>"), "<safe><|im_end|><think>so</think><safe><|im_end|>"),
-    "role markers within blocks": (BLOCKS, [USER, BOT] * 2, "b.<|im_end|>" * 2),
-    # The next role ends a turn where the template writes no end, and the separator the document.
-    "no ends": (ROLES + PROMPT, [USER, BOT] * 2, "b.<|im_start|>b.<|im_end|>"),
-    "no end before a user": (ROLES + PROMPT, [USER, BOT, USER], "b.<|im_start|>"),
-    "no special token": (PLAIN, [USER, BOT], "b.\n<|im_end|>"),
-    "a note to the last user": (
-        ROLES.replace("}}{%", "}}{{ ' /think' if loop.last and m.role == 'user' else '' }}{%")
-        + PROMPT,
-        [USER, BOT] * 2,
-        "b.<|im_start|>b.<|im_end|>",
-    ),
+    **{
+        name: ("".join(TEMPLATES[part] for part in parts.split()), turns, learned)
+        for name, (parts, turns, learned) in TABLES["written"].items()
+    },
     # Arguments are given as an object, or as text where the template would quote, reject or write
     # it as Python.
     **{
-        arguments: (
-            CALLS.replace("ARGUMENTS", f"call.function.arguments{arguments}"),
+        form: (
+            CALLS.replace("ARGUMENTS", f"call.function.arguments{form}"),
             CALLED,
-            '<call>add {"a": 1, "b": "é"}<|im_end|>',
+            TABLES["added"],
         )
-        for arguments in (" | tojson", "", " | string")
+        for form in (" | tojson", "", " | string")
     },
 }
 
@@ -235,16 +201,7 @@ def test_turn_without_generation_prompt_is_rejected() -> None:
         encoded(tokenizer_of("chatml", other), Chat(turns[:2]))
 
 
-@pytest.mark.parametrize(
-    ("text", "other", "size"),
-    [
-        ("one<end>two", "one<end>six", 8),  # a whole token belongs to the prefix
-        ("one<end>", "one<ending>", 3),
-        ("one<end", "one<ending>", 3),
-        ("one", "one<end>", 3),
-        ("one<end>", "one<end>", 8),
-    ],
-)
+@pytest.mark.parametrize(("text", "other", "size"), TABLES["prefixes"])
 def test_common_prefix_ends_between_tokens(text: str, other: str, size: int) -> None:
     finder = TurnFinder(mock.Mock(**{"text.return_value": ""}), ["<end>", "<ending>"])
     assert finder.same(text, other) == finder.same(other, text) == size
@@ -257,12 +214,14 @@ NAMED = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
     ("template", "notes"),
     [
         (
-            THINKING.replace("m.content }}", "m.content | upper }}"),
+            TEMPLATES["thinking"].replace("m.content }}", "m.content | upper }}"),
             [("keys", "name"), ("turns", "assistant turns whose text the template changes")],
         ),
         (NAMED, [("keys", "name")]),
         (
-            BLOCKS.replace("+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<end>"),
+            (BLOCKS + PROMPT).replace(
+                "+ '<|im_end|>\n' }}{% endgeneration %}", "}}{% endgeneration %}<end>"
+            ),
             [("keys", "name"), ("turns", "assistant turns without an end token")],
         ),
         (NAMED.replace("m.role +", "(m.name or m.role) +", 1), []),
@@ -286,41 +245,24 @@ def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
         assert learned_text(masked, Chat(messages, prompt=4), "all") == everything
 
 
-ORDERS: dict[str, list[dict[str, Any]]] = {
-    "a system turn in the middle": [USER, BOT, SYSTEM, USER, BOT],
-    "the assistant first": [BOT, USER, BOT],
-    "two turns of one role": [USER, USER, BOT, BOT],
-    "a user after a result": [*CALLED, {"role": "tool", "content": "1"}, USER, BOT],
-}
-
-
-@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("order", TABLES["orders"])
 @pytest.mark.parametrize("has_marks", [True, False])
 def test_the_template_decides_the_order_of_roles(order: str, has_marks: bool) -> None:
     tokenizer = tokenizer_of("chatml")
-    turns = [turn_of(message) for message in ORDERS[order]]
+    turns = [turn_of(message) for message in TABLES["orders"][order]]
     chat = chat_of(turns)
     expected = by_transformers(tokenizer, chat.messages, None)
     assert encoded(tokenizer if has_marks else without_marks(tokenizer), chat) == expected
-
-
-VARIABLES = (
-    "{% if not enable_thinking | default(true) %}brief {% endif %}{% set own = 1 %}"
-    "{% for name in xml_tools or [] %}{{ name }} {% endfor %}{{ own }}" + CALLS
-)
 
 
 def test_values_of_a_row_come_before_those_of_the_run(
     opened: Opened, tmp_path: Path, write_jsonl: Written, chatml_dir: str
 ) -> None:
     own = tmp_path / "own.jinja"
-    own.write_text(VARIABLES.replace("ARGUMENTS", "''"))
-    rows = [
-        {},
-        {"enable_thinking": True, "xml_tools": ["rain"], "think": 1},
-        {"enable_thinking": None},
-    ]
-    path = write_jsonl(*({"messages": [USER, BOT], "chat_template_kwargs": row} for row in rows))
+    own.write_text((TEMPLATES["variables"] + CALLS).replace("ARGUMENTS", "''"))
+    turns = [USER, BOT]
+    rows = ({"messages": turns, "chat_template_kwargs": row} for row in TABLES["of_rows"])
+    path = write_jsonl(*rows)
     options = {"tokenizer": chatml_dir, "template": str(own), "held_out": 0}
     data = opened(path, **options, template_values={"enable_thinking": False})
     texts = [data.tokenizer.decode(ids) for ids in stored(tmp_path)[0]]
@@ -331,9 +273,7 @@ def test_values_of_a_row_come_before_those_of_the_run(
     assert data.fingerprint != opened(path, **options).fingerprint
 
 
-def test_a_value_that_the_template_does_not_read_is_refused(
-    refused: Refused, write_jsonl: Written, chatml_dir: str
-) -> None:
+def test_unread_value_is_refused(refused: Refused, write_jsonl: Written, chatml_dir: str) -> None:
     path = write_jsonl({"messages": [USER, BOT]})
     (problem,) = refused(path, tokenizer=chatml_dir, template_values={"think": True})
     assert problem.startswith("data.template_values names think, which the chat template of ")
@@ -353,29 +293,16 @@ def test_content_dropped_by_a_template_is_counted_and_reported(
     for _ in range(2):  # the second start reads the cache
         data = opened(path, **options)
         (event,) = (event for event in data.events() if event["kind"] == "left_out_of_rows")
-        assert event["counts"] == {
-            "columns rejected": 12,
-            "keys score": 12,
-            "turns assistant turns rendered empty (not learned)": 12,
-            "turns assistant turns whose thoughts the template leaves out": 12,
-            "turns lists of tools that the template leaves out": 12,
-        }
+        assert event["counts"] == TABLES["left_out"]
         text = "columns rejected (12), keys of turns score (12), 12 assistant turns rendered"
         assert text in data.summary()[0]
     ids, mask = stored(tmp_path)
-    texts = [
-        data.tokenizer.decode(np.array(row)[np.array(by) > 0])
-        for row, by in zip(ids, mask, strict=True)
-    ]
+    pairs = zip(ids, mask, strict=True)
+    texts = [data.tokenizer.decode(np.array(row)[np.array(by) > 0]) for row, by in pairs]
     assert texts == ["b.<|im_end|>"] * 12
 
 
-CLOCK = "{{ '<|im_start|>system\n' + strftime_now('%d %b %Y %H:%M') + '<|im_end|>\n' }}"
-
-
-def test_a_template_writes_the_date_of_the_run(
-    opened: Opened, tmp_path: Path, write_jsonl: Written
-) -> None:
+def test_template_writes_the_run_date(opened: Opened, tmp_path: Path, write_jsonl: Written) -> None:
     tokenizer = tokenizer_of("chatml")
     tokenizer.chat_template = CLOCK + tokenizer.chat_template
     tokenizer.save_pretrained(tmp_path / "tokenizer")
@@ -395,11 +322,7 @@ def test_a_template_writes_the_date_of_the_run(
 
 
 def test_turns_that_the_template_does_not_mark_are_refused() -> None:
-    tokenizer = tokenizer_of(
-        "chatml",
-        "{% for m in messages %}{% if loop.last %}{% generation %}{{ m.content }}"
-        "{% endgeneration %}{% else %}{{ m.content }}{% endif %}<|im_end|>{% endfor %}",
-    )
+    tokenizer = tokenizer_of("chatml", TEMPLATES["in_part"])
     encoded(tokenizer, Chat([USER, BOT]))
     with pytest.raises(ValueError, match="has assistant turns outside"):
         encoded(tokenizer, Chat([USER, BOT] * 2))
@@ -434,11 +357,7 @@ def test_separator_line_break_that_ends_an_answer_is_learned(tokenizer_dir: str)
 
 
 def test_spaces_outside_a_tokenizers_spans_are_learned() -> None:
-    bare = (
-        "{% for m in messages %}{{ m.role + ':' }}{% if m.role == 'assistant' %}{% generation %}"
-        "{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}{% endfor %}"
-    )
-    plain, trimming = tokenizer_of("chatml", bare), tokenizer_of("chatml", bare)
+    plain, trimming = (tokenizer_of("chatml", TEMPLATES["bare"]) for _ in range(2))
     trimming.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
     chat = Chat([USER, {"role": "assistant", "content": "  b.  "}, USER, BOT])
     assert encoded(trimming, chat) == encoded(plain, chat)
@@ -484,7 +403,7 @@ HALF_A_CHARACTER = {"name": "f", "arguments": {"a": "\ud800"}}
 @pytest.mark.parametrize(
     ("turns", "message"),
     [
-        *beside(__file__, "chats.toml")["refused"],
+        *TABLES["refused"],
         (
             [USER, {"role": "assistant", "content": "b.", "tool_calls": [HALF_A_CHARACTER]}],
             "surrogates not allowed",
@@ -498,10 +417,7 @@ def test_bad_conversations_are_one_line_with_a_count(
     path = write_jsonl(good, *({"messages": turns} for _ in range(30)), good)
     tokenizer = tokenizer_of("chatml")
     if turns == [USER, BOT]:
-        tokenizer.chat_template = (
-            "{% if messages[0].role == 'user' %}{{ raise_exception('no user here') }}{% endif %}x"
-            "{% generation %}y{% endgeneration %}"
-        )
+        tokenizer.chat_template = TEMPLATES["refusing"]
     tokenizer.save_pretrained(tmp_path / "tokenizer")
     (problem,) = refused(path, tokenizer=str(tmp_path / "tokenizer"))
     assert problem.startswith(f"data.path: {path}:2: ")
@@ -515,11 +431,7 @@ def test_a_template_that_cannot_be_masked_is_named(
 ) -> None:
     """It writes all of the assistant's text after all questions."""
     own = tmp_path / "own.jinja"
-    own.write_text(
-        "{% for m in messages if m.role == 'user' %}[user]{{ m.content }}{% endfor %}"
-        "{% for m in messages if m.role == 'assistant' %}[assistant]{{ m.content }}{% endfor %}"
-        "{% if add_generation_prompt %}[assistant]{% endif %}"
-    )
+    own.write_text(TEMPLATES["apart"])
     path = write_jsonl({"messages": [USER, BOT, USER, BOT]})
     (problem,) = refused(path, tokenizer=chatml_dir, template=str(own))
     assert f"exactly: the chat template of {own} writes an" in problem

@@ -133,9 +133,8 @@ class Read:
         start, stop = next(run for run in self.runs() if run[0] <= at.start < run[1])
         assert self.text[:start].endswith(tuple(self.family.prompts))
         if self.family.name != "gptoss":
-            assert not any(
-                prompt in self.text[start:stop] for prompt in self.family.prompts if prompt
-            )
+            prompts = filter(None, self.family.prompts)
+            assert not any(prompt in self.text[start:stop] for prompt in prompts)
         ends = [self.text.find(end, at.stop) for end in self.family.ends]
         places = zip(ends, self.family.ends, strict=True)
         found = [(place, end) for place, end in places if place >= 0]
@@ -184,9 +183,8 @@ def test_each_turn_is_learned_where_the_conversation_has_it(name: str, title: st
         seen[words[-1]] = place + 1
         is_own = turn["role"] == "assistant"
         if not is_own or (turn.get("tool_calls") and family.calls == "ignored"):
-            assert not any(
-                read.marks[at] for word in words for run in read.places(word) for at in run
-            )
+            runs = (run for word in words for run in read.places(word))
+            assert not any(read.marks[at] for run in runs for at in run)
             left_out = f"{turn['role']} turns that the template leaves out" in read.notes
             assert is_own or left_out or all(map(read.places, words))
             continue
@@ -229,11 +227,7 @@ def test_what_a_template_leaves_out_is_counted(name: str) -> None:
     if family.calls == "refused" or "text beside a call" in family.refused:
         return
     read = Read(name, CONVERSATIONS["text beside a call"], TOOLS)
-    kinds = {
-        "written": [],
-        "alone": ["assistant turns whose text the template leaves out beside calls"],
-        "ignored": ["assistant turns rendered without their tool calls (not learned)"],
-    }
+    kinds = beside(__file__, "families.toml")["kinds"]
     assert [note for note in read.notes if "calls" in note] == kinds[family.calls]
 
 

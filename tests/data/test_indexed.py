@@ -189,9 +189,7 @@ def test_indexed_digest_covers_every_id(tmp_path: Path, monkeypatch: pytest.Monk
     assert survey(file_of(tmp_path), None, print) == survey(file_of(tmp_path), 2, print) == before
 
 
-def test_a_large_file_is_sampled_with_its_ends_and_its_time(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_file_is_sampled_in_one_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prepare, "WHOLE_BYTES", 10_000)
     monkeypatch.setattr(prepare, "SAMPLED_BYTES", 400)
 

@@ -15,6 +15,7 @@ from harness.data.run_tokenizer import build_tokenizer
 from harness.data.spec import DataSpec
 from harness.errors import ConfigError
 from tests.data.conftest import Opened, Written
+from tests.tables import beside
 
 WORDS = "the model reads a text and learns which word follows another".split()  # noqa: SIM905
 
@@ -31,10 +32,8 @@ def sources(write_jsonl: Written) -> dict[str, Path]:
         return " ".join([first, *(draw.choice(WORDS) for _ in range(draw.randrange(4, most)))])
 
     texts = {name: [text(name, 60) for _ in range(80)] for name in ("long", "other")}
-    paths = {
-        name: write_jsonl(*({"text": line} for line in lines), name=f"{name}.jsonl")
-        for name, lines in texts.items()
-    }
+    rows = {name: [{"text": line} for line in lines] for name, lines in texts.items()}
+    paths = {name: write_jsonl(*rows[name], name=f"{name}.jsonl") for name in rows}
     pairs = [{"prompt": text("pairs", 9), "completion": text("so", 7)} for _ in range(60)]
     return {**paths, "pairs": write_jsonl(*pairs, name="pairs.jsonl")}
 
@@ -153,30 +152,12 @@ def test_held_out_sets_replace_the_split(opened_run: Opened, sources: dict[str, 
     assert masked == {"pairs": True, "other": False}
     assert named.document_mask
     assert not named.train.document_mask  # held-out sets do not change what training computes
-    assert torch.equal(
-        named.eval_sets["other"].batch(0, 3).input_ids, single.held_out.batch(0, 3).input_ids
-    )
+    of_set = named.eval_sets["other"].batch(0, 3).input_ids
+    assert torch.equal(of_set, single.held_out.batch(0, 3).input_ids)
     assert named.summary()[1].startswith("held-out set pairs: ")
 
 
-ALL, COPY = '{path="d/a.jsonl"}', '{path="d/b.jsonl"}'
-DE, EN, EVEN = (
-    f'{{path="d/a.jsonl", name="x{value}", where={{{column}="{value}"}}}}'
-    for column, value in (("l", "de"), ("l", "en"), ("n", "0"))
-)
-
-
-@pytest.mark.parametrize(
-    ("one", "other", "overlap"),
-    [
-        (ALL, '{path="d/../d/a.jsonl", min_tokens=2}', False),
-        (ALL, COPY, False),
-        (DE, EN, False),
-        (ALL, DE, True),
-        (EVEN, DE, True),
-        ('{path="d"}', ALL, True),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "overlap"), beside(__file__, "mixture.toml")["overlaps"])
 def test_sources_that_overlap_hold_out_the_same_documents(
     opened_run: Opened, write_jsonl: Written, tmp_path: Path, one: str, other: str, overlap: bool
 ) -> None:
@@ -193,9 +174,7 @@ def test_sources_that_overlap_hold_out_the_same_documents(
     assert len(opened_run(mix, *([apart] if overlap else [])).sources) == 2
 
 
-def test_a_tokenizer_is_trained_on_all_sources(
-    sources: dict[str, Path], mix: Mix, tmp_path: Path
-) -> None:
+def test_tokenizer_learns_all_sources(sources: dict[str, Path], mix: Mix, tmp_path: Path) -> None:
     words = [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=24", "data.held_out=0.2"]
     both, alone = (
         build_tokenizer(DataSpec.of_run(load_run_config(None, [*words, argument]), {}), print)

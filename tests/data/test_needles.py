@@ -42,9 +42,8 @@ def test_a_text_holds_its_answer_at_its_depth(built: Data) -> None:
         built.tokenizer(text, add_special_tokens=False)["input_ids"]
         for text in ("\nThe number of", ".\n")
     )
-    for ids, labels, depth in zip(
-        batch.input_ids.tolist(), batch.labels.tolist(), DEPTHS, strict=True
-    ):
+    rows = zip(batch.input_ids.tolist(), batch.labels.tolist(), DEPTHS, strict=True)
+    for ids, labels, depth in rows:
         needle, question = (at for at in range(LENGTH) if ids[at : at + len(asked)] == asked)
         answered = [label for label in labels if label != IGNORED]
         around = question - (LENGTH + 1 - question) - len(end)  # without needle and question

@@ -84,9 +84,7 @@ def pools(
     cut=st.one_of(st.none(), st.integers(1, 799)),
     seed=st.integers(0, 9),
 )
-def test_every_sample_is_read_once_in_its_pool(
-    epoch: int, changes: list[int], cut: int | None, seed: int
-) -> None:
+def test_samples_are_read_once(epoch: int, changes: list[int], cut: int | None, seed: int) -> None:
     """No pool crosses the end of an epoch, a change of a mixture's shares, or the stream's end."""
     changes = [change for change in changes if cut is None or change < cut]
     ordered = Pools(lengths, 256, 8, epoch, cut, "0", changes)
@@ -122,9 +120,7 @@ def test_groups_are_alike_and_steps_are_not() -> None:
 @given(
     layout=st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3)), seed=st.integers(0)
 )
-def test_a_budget_is_kept_and_all_ranks_have_equally_many(
-    layout: tuple[int, int, int], seed: int
-) -> None:
+def test_budget_is_kept_and_ranks_read_alike(layout: tuple[int, int, int], seed: int) -> None:
     ranks, micro, accumulation = layout
     count = ranks * micro * accumulation
     rows = sorted(np.random.default_rng(seed).integers(1, 65, count).tolist(), reverse=True)
@@ -149,9 +145,8 @@ def test_any_prefix_has_its_shares_within_one_sample(wanted: list[Fraction]) -> 
     if sum(weights) < MOST_PERIOD:
         assert [Fraction(w, sum(weights)) for w in weights] == [s / sum(wanted) for s in wanted]
     samples = min(2 * sum(weights) + 5, 20_000)
-    sources, _ = MixOrder([Phase(0, tuple(wanted))], [None] * len(wanted)).places(
-        np.arange(samples)
-    )
+    order = MixOrder([Phase(0, tuple(wanted))], [None] * len(wanted))
+    sources, _ = order.places(np.arange(samples))
     drawn = np.cumsum(sources[:, None] == np.arange(len(weights)), axis=0)
     ideal = np.arange(1, samples + 1)[:, None] * np.array(weights)  # times the period
     assert np.abs(drawn * sum(weights) - ideal).max() < sum(weights)
@@ -161,9 +156,7 @@ def test_any_prefix_has_its_shares_within_one_sample(wanted: list[Fraction]) -> 
 @given(
     wanted=SHARES, change=st.integers(1, 900), seed=st.integers(0), limited=st.integers(0, 1 << 8)
 )
-def test_each_source_is_read_in_order_without_gaps(
-    wanted: list[Fraction], change: int, seed: int, limited: int
-) -> None:
+def test_sources_have_no_gaps(wanted: list[Fraction], change: int, seed: int, limited: int) -> None:
     """Also across limits and changes, and the same one by one as all at once."""
     draw = np.random.default_rng(seed)
     limits = [int(draw.integers(1, 400)) if limited >> n & 1 else None for n in range(len(wanted))]
@@ -214,11 +207,8 @@ def bins_of(sizes: Sequence[int], capacity: int, at_once: int = 7) -> list[list[
     for first in range(0, len(sizes), at_once):
         here = np.array(sizes[first : first + at_once])
         packing.add(here, first + np.arange(len(here)))
-    bins = [
-        part.tolist()
-        for items, per_bin in packing.bins()
-        for part in np.split(items, np.cumsum(per_bin)[:-1])
-    ]
+    halves = ((items, np.cumsum(per_bin)[:-1]) for items, per_bin in packing.bins())
+    bins = [part.tolist() for items, ends in halves for part in np.split(items, ends)]
     assert packing.num_bins == len(bins)
     return bins
 

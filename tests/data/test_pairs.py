@@ -74,12 +74,9 @@ def of_ranks(data: Data, ranks: int = 2, steps: int = 3) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
-def test_ranks_read_the_samples_of_the_joined_pair(
-    opened: Opened, shards: Path, batching: str
-) -> None:
-    several, joined = (
-        opened(path, batching=batching) for path in (shards, shards.parent / "joined")
-    )
+def test_ranks_read_samples_of_the_joined_pair(opened: Opened, shards: Path, batching: str) -> None:
+    paths = (shards, shards.parent / "joined")
+    several, joined = (opened(path, batching=batching) for path in paths)
     assert several.fingerprint == joined.fingerprint
     assert several.documents == joined.documents == 115
     pairs = zip(of_ranks(several), of_ranks(joined), strict=True)
@@ -91,9 +88,7 @@ def test_ranks_read_the_samples_of_the_joined_pair(
     assert several.sources[0].pairs[1] == ("b.bin", 14, several.sources[0].pairs[1][2])
 
 
-def test_contents_in_the_order_of_the_names_are_the_fingerprint(
-    opened: Opened, shards: Path
-) -> None:
+def test_contents_in_order_of_names_are_the_fingerprint(opened: Opened, shards: Path) -> None:
     first = opened(shards).fingerprint
     for suffix in (".bin", ".idx"):
         (shards / f"e{suffix}").rename(shards / f"f{suffix}")
@@ -121,10 +116,8 @@ def test_problems_name_the_pair(opened: Opened, shards: Path) -> None:
 
 
 def test_blocks_are_those_of_the_whole_index(shards: Path) -> None:
-    joined, several = (
-        IndexedTokens(shards.parent / "joined"),
-        IndexedTokens(*(shards / name for name in "abcde")),
-    )
+    joined = IndexedTokens(shards.parent / "joined")
+    several = IndexedTokens(*(shards / name for name in "abcde"))
     ends = [np.concatenate([ends[1:] for ends in of.starts()]) for of in (joined, several)]
     assert np.array_equal(*ends)
     assert len([*joined.starts()]) > 3
@@ -154,10 +147,8 @@ def numbers(data: Data, side: str, source: int = 0) -> set[int]:
 def test_documents_of_other_lengths_are_on_neither_side(
     opened: Opened, pair_path: Path, spec_of_run: Callable[..., DataSpec]
 ) -> None:
-    whole, long, rest = (
-        opened(pair_path, **bounds)
-        for bounds in ({}, {"min_tokens": LONG}, {"max_tokens": LONG - 1})
-    )
+    bounds = ({}, {"min_tokens": LONG}, {"max_tokens": LONG - 1})
+    whole, long, rest = (opened(pair_path, **each) for each in bounds)
     every = {*range(0, 200, 10)}
     for side in ("train", "held_out"):  # held-out documents are the same whatever the bounds are
         assert numbers(long, side) == numbers(whole, side) & every
@@ -203,9 +194,7 @@ def test_a_sample_that_a_run_kept_has_no_documents(refused: Refused, pair_path: 
     assert problem.startswith(f"data.min_tokens=9: {pair_path} holds samples that a run")
 
 
-def test_a_held_out_set_is_read_as_it_says(
-    write_jsonl: Written, opened_run: Opened, pair_path: Path
-) -> None:
+def test_held_out_set_is_as_said(write_jsonl: Written, opened_run: Opened, pair_path: Path) -> None:
     """It accepts the keys of data itself, and its own bounds."""
     lines = [{"t": f"{n} " * (1 + n % 40), "kind": "ab"[n % 2]} for n in range(60)]
     text = write_jsonl(*lines).rename(pair_path.with_name("lines"))

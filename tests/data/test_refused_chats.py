@@ -22,9 +22,7 @@ from tests.data.glancing import glance
 from tests.data.test_chats import BOT, CALLS, PROMPT, USER, without_marks
 
 
-def test_conversations_are_not_mixed_with_other_text(
-    refused: Refused, tmp_path: Path, chatml_dir: str
-) -> None:
+def test_chats_are_not_mixed_with_text(refused: Refused, tmp_path: Path, chatml_dir: str) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     (folder / "about.md").write_text("About these chats.")
@@ -40,9 +38,7 @@ def test_conversations_are_not_mixed_with_other_text(
     ]
 
 
-def test_a_conversation_of_many_megabytes_is_named(
-    refused: Refused, write_jsonl: Written, chatml_dir: str
-) -> None:
+def test_large_chat_is_named(refused: Refused, write_jsonl: Written, chatml_dir: str) -> None:
     long = {"role": "assistant", "content": "word " * (4 << 20)}
     path = write_jsonl({"messages": [USER, BOT]}, {"messages": [USER, long]})
     (problem,) = refused(path, tokenizer=chatml_dir)
@@ -62,11 +58,8 @@ def test_calls_that_are_nested_too_deeply_are_named(write_jsonl: Written) -> Non
     assert bad == "is nested too deeply" != good
 
 
-ROWS = {
-    "a conversation": {"messages": [USER, BOT]},
-    "token ids": {"input_ids": [1, 2]},
-    "other text": {"text": "a"},
-}
+ROWS: dict[str, Any] = {"a conversation": {"messages": [USER, BOT]}}
+ROWS |= {"token ids": {"input_ids": [1, 2]}, "other text": {"text": "a"}}
 
 
 @pytest.mark.parametrize(("first", "second"), [*permutations(ROWS, 2)])
@@ -88,9 +81,8 @@ TURNS = (
 
 @pytest.mark.parametrize("tags", [f"<{'think' * 20_000}>", "<think>" * 5000])
 def test_tags_of_thoughts_in_a_users_text_are_passed_at_once(tags: str) -> None:
-    tokenizer = tokenizer_of(
-        "chatml", TURNS + PROMPT.replace("assistant\n", "assistant\n<think>\n")
-    )
+    prompt = PROMPT.replace("assistant\n", "assistant\n<think>\n")
+    tokenizer = tokenizer_of("chatml", TURNS + prompt)
     chat = Chat([{"role": "user", "content": f"a {tags} ?"}, BOT])
     rendered = ChatEncoder(tokenizer, "assistant").render(chat)
     ((start, stop),) = rendered.learned
@@ -138,7 +130,5 @@ def test_template_that_rejects_a_conversation_prefix_is_named() -> None:
     tokenizer = without_marks(tokenizer_of("chatml"))
     even = "{% if messages | length == 2 %}{{ raise_exception('too short') }}{% endif %}"
     tokenizer.chat_template = even + tokenizer.chat_template
-    with pytest.raises(
-        ValueError, match="rejects the conversation up to that turn: TemplateError:"
-    ):
+    with pytest.raises(ValueError, match="rejects the conversation up to that turn: TemplateErr"):
         ChatEncoder(tokenizer, "assistant").render(Chat([USER, BOT, USER, BOT]))

@@ -37,16 +37,12 @@ def new(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("packing", ["stream", "whole", None])
-def test_kept_samples_have_the_documents_and_masks_of_the_data(
-    pairs: Opened, packing: str | None, tmp_path: Path
-) -> None:
+def test_kept_samples_equal_the_data(pairs: Opened, packing: str | None, tmp_path: Path) -> None:
     options = {"packing": packing} if packing else {"batching": "length_grouped"}
     stream = pairs(**options).train
     kept = [stream.documents_of(index) for index in range(stream.samples)]
     prefix = tmp_path / "kept"
-    count = write_documents(
-        prefix, 8192, [document for documents in kept for document in documents]
-    )
+    count = write_documents(prefix, 8192, [document for sample in kept for document in sample])
     tokens, masks = IndexedTokens(prefix), load_masks(masks_of(prefix))
     assert tokens.documents == count
     learned = ~masks.at(np.arange(len(tokens.ids)))
@@ -98,9 +94,7 @@ def test_samples_are_read_as_the_run_read_them(pairs: Opened, tmp_path: Path, ne
 
 
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
-def test_the_sample_of_a_run_is_mixed_in(
-    pairs: Opened, batching: str, tmp_path: Path, new: str
-) -> None:
+def test_runs_sample_is_mixed_in(pairs: Opened, batching: str, tmp_path: Path, new: str) -> None:
     run = write_run(tmp_path / "run", pairs(), 20)
     data = pairs(path=new, rehearse=str(run), rehearse_share=0.25, batching=batching)
     assert data.names == ["new", "rehearsed"]
@@ -148,9 +142,7 @@ def test_rehearsal_data_can_be_a_path(pairs: Opened, new: str) -> None:
     assert data.old.documents == pairs().held_out.documents
 
 
-def test_rehearsal_rejects_run_without_sample_or_other_tokenizer(
-    pairs: Opened, tmp_path: Path
-) -> None:
+def test_run_without_sample_or_other_tokenizer_is_rejected(pairs: Opened, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     (tmp_path / "none" / "plan.json").write_text("{}")
     with pytest.raises(ConfigError, match="a run that kept no sample"):

@@ -60,15 +60,13 @@ def test_too_long_documents_are_rejected_with_their_number(opened: Opened, tmp_p
         note, untrained = data.warnings()
         assert "have no token to learn within data.seq_len = 48 tokens" in untrained
         assert f"{number} of {data.documents} documents ({number / data.documents:.1%}) " in note
-        assert (
-            f"longer than data.seq_len = 48 tokens and are {done}: raise data.seq_len, or" in note
-        )
+        text = f"longer than data.seq_len = 48 tokens and are {done}: raise data.seq_len, or"
+        assert text in note
         assert [note] == [e["message"] for e in data.events() if e["kind"] == "too_long"]
     with pytest.raises(ConfigError, match=r"4 tokens \(.*\) and dropped: raise data.seq_len, or"):
         opened(too_long="drop", seq_len=4)
-    assert dropped.train.targets_in(0, dropped.train.samples) < cut.train.targets_in(
-        0, cut.train.samples
-    )
+    fewer, more = (data.train.targets_in(0, data.train.samples) for data in (dropped, cut))
+    assert fewer < more
 
 
 def test_sample_counts_equal_those_trained_on(opened: Opened) -> None:
@@ -149,9 +147,8 @@ def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> No
     with pytest.raises(ConfigError, match="but windows hold whole documents"):
         opened(rows=2)
     streams = {"packing": "stream", "document_mask": False}
-    with pytest.raises(
-        ConfigError, match=r"windows are too few for 9999 streams of text \(train.global"
-    ):
+    message = r"windows are too few for 9999 streams of text \(train.global"
+    with pytest.raises(ConfigError, match=message):
         opened(rows=9999, **streams)
     data = opened(rows=2, **streams)
     assert isinstance(data.train, Contiguous)
@@ -159,9 +156,7 @@ def test_data_that_cannot_be_contiguous_streams_is_refused(opened: Opened) -> No
     assert data.unigram_nats > data.bigram_nats > 0
 
 
-def test_an_epoch_has_the_same_gradient_packed_padded_or_grouped(
-    opened: Opened, write_jsonl: Written
-) -> None:
+def test_every_batching_has_the_epochs_gradient(opened: Opened, write_jsonl: Written) -> None:
     """Includes documents longer than data.seq_len, and rows with several documents."""
     draw = random.Random(0)
     lengths = [int(draw.lognormvariate(1.5, 0.9)) + 1 for _ in range(21)] + [70, 40]

@@ -106,9 +106,7 @@ def test_lines_in_shards_are_the_same_tokens(
     assert not [path for path in tmp_path.iterdir() if "shards" in path.name]
 
 
-def test_more_shards_than_a_process_may_open_files_are_joined(
-    sharded: Sharded, write_jsonl: Written
-) -> None:
+def test_more_shards_than_open_files_are_joined(sharded: Sharded, write_jsonl: Written) -> None:
     tokens = sharded(write_jsonl(*map(a_pair, range(500))))
     assert len(tokens.shards) > 50
     for number in tokens.missing():
@@ -180,9 +178,7 @@ def test_files_are_put_together_and_large_ones_divided(tmp_path: Path, sharded: 
     assert_as_one_process_writes(tokens)
 
 
-def test_workers_that_are_killed_leave_work_that_goes_on(
-    write_jsonl: Written, sharded: Sharded
-) -> None:
+def test_killed_workers_leave_work_that_goes_on(write_jsonl: Written, sharded: Sharded) -> None:
     tokens = sharded(write_jsonl(*map(a_pair, range(400))))
     counts = []
     for finished in (1, 4, 9):
@@ -208,11 +204,7 @@ def alive(group: int) -> list[str]:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):  # it may end meanwhile
             texts.append(path.read_text().rpartition(")")[2].split())
-    return [
-        state
-        for state, _, shard_group, *_ in texts
-        if int(shard_group) == group and state not in "ZX"
-    ]
+    return [state for state, _, of, *_ in texts if int(of) == group and state not in "ZX"]
 
 
 def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int], None]], None]:
@@ -228,9 +220,7 @@ def until(tokens: ShardedTokens, finished: int) -> Callable[[int, Callable[[int]
     return write
 
 
-def test_what_another_task_has_joined_is_not_done_again(
-    tmp_path: Path, write_jsonl: Written, sharded: Sharded
-) -> None:
+def test_joined_shards_are_kept(tmp_path: Path, write_jsonl: Written, sharded: Sharded) -> None:
     path = write_jsonl(*map(a_text, range(200)))
     ours, theirs = (sharded(path) for _ in range(2))
     for number in ours.missing():
@@ -269,9 +259,7 @@ def test_bad_lines_are_those_that_one_process_reports(tmp_path: Path, sharded: S
     assert json.loads(kept[0])["seen"] == 299  # one line is blank
 
 
-def test_a_conversation_among_other_text_is_seen_in_any_shard(
-    write_jsonl: Written, sharded: Sharded
-) -> None:
+def test_a_chat_among_text_is_seen_in_any_shard(write_jsonl: Written, sharded: Sharded) -> None:
     records = [a_text(n) for n in range(200)]
     tokens = sharded(write_jsonl(*records[:150], a_chat(1), *records[150:]))
     with pytest.raises(ConfigError, match=r"data.jsonl:151: holds a conversation, but .*:1 holds"):

@@ -60,9 +60,8 @@ def test_each_side_has_a_document(tmp_path: Path, documents: int) -> None:
 
 def test_a_lone_document_is_cut(tmp_path: Path) -> None:
     tokens = indexed(tmp_path, [list(range(100))])
-    train, evaluated = split(
-        tmp_path, tokens, 0.2, masks=Masks(*np.array([[0, 0], [0, 85], [0, 85]]))
-    )
+    masks = Masks(*np.array([[0, 0], [0, 85], [0, 85]]))
+    train, evaluated = split(tmp_path, tokens, 0.2, masks=masks)
     assert (train.offsets[0], train.num_tokens) == (0, 80)
     assert (evaluated.offsets[0], evaluated.num_tokens) == (80, 20)
     assert (train.masked.tolist(), evaluated.masked.tolist()) == ([0, 80], [0, 5])
@@ -70,18 +69,14 @@ def test_a_lone_document_is_cut(tmp_path: Path) -> None:
 
 
 def test_stored_separators_are_found(tmp_path: Path) -> None:
-    for name, documents, stored in (
-        ("with", [[1, EOS], [], [EOS], [3, 4, EOS]], True),
-        ("without", [[1], [], [EOS, 5]], False),
-    ):
+    with_ends, without = [[1, EOS], [], [EOS], [3, 4, EOS]], [[1], [], [EOS, 5]]
+    for name, documents, stored in (("with", with_ends, True), ("without", without, False)):
         (tmp_path / name).mkdir()
         tokens = indexed(tmp_path / name, documents)
         assert stores_separator(tokens, EOS) == stored
     (tmp_path / "mixed").mkdir()
     tokens = indexed(tmp_path / "mixed", [[1, EOS], [1], [], [4, EOS]])
-    with pytest.raises(
-        ConfigError, match=r"2 of 3 sampled documents .* \(id 2\), the others do not"
-    ):
+    with pytest.raises(ConfigError, match=r"2 of 3 sampled .* \(id 2\), the others do not"):
         stores_separator(tokens, EOS)
 
 
@@ -107,9 +102,7 @@ def test_split_runs_hold_a_value_per_token(tmp_path: Path, share: float) -> None
 
 
 def test_files_that_are_not_there_or_damaged_are_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError, match=r"train\.npy cannot be read .*which will then be rebuilt"
-    ):
+    with pytest.raises(ConfigError, match=r"train\.npy cannot be read .*will then be rebuilt"):
         load_split(tmp_path, "train")
     np.save(tmp_path / "masks.npy", np.zeros((3, 0), dtype=np.int64))  # without the first run
     contents = [(tmp_path / "masks.npy").read_bytes(), b"", b"\x93NUMPY\1\0v\0{'descr'", b"{}"]

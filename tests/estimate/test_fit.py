@@ -151,9 +151,7 @@ def limit(folder: Path, most: str, anonymous: int) -> None:
     (folder / "memory.stat").write_text(f"anon {anonymous}\nfile 77\n")
 
 
-def test_free_host_memory_respects_outer_cgroups(
-    machine: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_free_memory_respects_outer_cgroups(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert fit.free_on_host() == 8000 * 1024
     limit(machine / "cgroup/slurm/job", "max", 0)
     assert fit.free_on_host() == 8000 * 1024

@@ -34,9 +34,8 @@ def test_names_that_are_listed_or_documented_are_known() -> None:
         find_gpu("nothing")
     listed = str(caught.value).partition("one of ")[2].split(", ")
     assert [find_gpu(name).key for name in listed] == [*GPUS]
-    texts = (
-        path.read_text() for path in (REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md"))
-    )
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    texts = (path.read_text() for path in pages)
     assert {name for text in texts for name in re.findall(r"--gpu ([\w-]+)", text)} <= {*listed}
 
 

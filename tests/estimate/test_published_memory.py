@@ -186,9 +186,7 @@ def test_published_zero_2_bucket_of_1e8_saves_its_double() -> None:
 @pytest.mark.parametrize(
     ("half", "resident", "peak"), [(False, 25.74, 31.38), (True, 16.17, 18.93)]
 )
-def test_published_zero_3_on_four_gpus_by_master_dtype(
-    half: bool, resident: float, peak: float
-) -> None:
+def test_published_zero_3_on_four_gpus_by_dtype(half: bool, resident: float, peak: float) -> None:
     """DeepSpeedExamples, training/bf16_master_weight: 6.86B parameters, 512 tokens."""
     keys = {"bf16_master_weights_and_grads": True, "bf16_optimizer_states": True} if half else {}
     run = run_of(NEOX, ranks=4, seq_len=512, checkpointing="full", stage=3, **keys)

@@ -80,12 +80,8 @@ def published(folder: Path) -> list[Row]:
 def _row(values: dict[str, str], folder: Path) -> Row:
     size = {name: int(values[name]) for name in _SIZES}
     grid = Grid(size["gpus"], **{axis: size[axis] for axis in ("pipeline", "tensor", "sequence")})
-    world = World(
-        world_size=grid.world_size,
-        local_world_size=size["per_node"],
-        accelerator="cuda",
-        gpu=values["gpu"],
-    )
+    ranks: dict[str, Any] = {"world_size": grid.world_size, "local_world_size": size["per_node"]}
+    world = World(**ranks, accelerator="cuda", gpu=values["gpu"])
     config = _config(values["model"], size["seq_len"])
     file = folder / f"{values['model']}-{size['seq_len']}.json"
     file.write_text(json.dumps(config))
@@ -203,9 +199,8 @@ def fitted_share(measured: list[Product]) -> Machine:
 @pytest.fixture(scope="module")
 def estimated(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[Row, float]]:
     """Return each row with its estimate in tokens per second and GPU."""
-    return [
-        (row, row.step.tokens_per_s_per_gpu) for row in published(tmp_path_factory.mktemp("models"))
-    ]
+    rows = published(tmp_path_factory.mktemp("models"))
+    return [(row, row.step.tokens_per_s_per_gpu) for row in rows]
 
 
 def error(row: Row, rate: float) -> float:
@@ -231,9 +226,7 @@ def test_rows_that_nothing_was_fitted_to_are_near(estimated: list[tuple[Row, flo
     assert quantile(judged, 0.9) <= 0.21
 
 
-def test_terms_that_are_small_in_every_row_are_called_guessed(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_terms_small_in_every_row_are_called_guessed(estimated: list[tuple[Row, float]]) -> None:
     steps = [row.step for row, _ in estimated]
     large = {term for s in steps for term, value in s.terms.items() if value > 0.1 * s.seconds}
     evidence = terms_evidence(TERMS, steps[0].inputs, steps[0].machine)  # an H100, which is fitted
@@ -285,9 +278,7 @@ def test_published_errors_by_kind_match_the_planner(estimated: list[tuple[Row, f
         assert 0 <= kept.nine - quantile(some, 0.9) <= 0.012, (kind, quantile(some, 0.9))
 
 
-def test_layouts_over_6_percent_apart_are_ordered_correctly(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_layouts_over_6_percent_apart_are_ordered(estimated: list[tuple[Row, float]]) -> None:
     """Pairs of published runs of one model on the same GPUs; below that, one in five is wrong."""
     jobs: dict[tuple[object, ...], list[tuple[str, float, float]]] = {}
     for row, rate in estimated:
@@ -323,9 +314,7 @@ def test_what_more_gpus_cost_is_near_what_was_published(estimated: list[tuple[Ro
     assert 1 - many[1] / few[1] == pytest.approx(lost, abs=0.02)
 
 
-def test_published_layouts_of_five_jobs_keep_their_ranking(
-    estimated: list[tuple[Row, float]],
-) -> None:
+def test_published_layouts_of_jobs_keep_their_ranking(estimated: list[tuple[Row, float]]) -> None:
     jobs: dict[tuple[object, ...], list[tuple[float, float]]] = {}
     for row, rate in estimated:
         run = row.inputs

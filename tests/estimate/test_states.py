@@ -25,16 +25,7 @@ def test_states_match_table_1_of_the_zero_paper(stage, gigabytes):
     assert paper_bytes(7_500_000_000, stage, 64) / 1e9 == pytest.approx(gigabytes, abs=0.05)
 
 
-@pytest.mark.parametrize(
-    ("changes", "whole"),
-    [
-        ({}, True),
-        ({"stage": 2}, False),
-        ({"stage3_max_live_parameters": 900_000}, False),  # a layer has 467,328
-        ({"leaf_module": {"classes": ["LlamaAttention"]}}, False),
-        ({"checkpointing": "reversible"}, False),
-    ],
-)
+@pytest.mark.parametrize(("changes", "whole"), TABLES["whole_layers"])
 def test_zero_3_takes_layers_as_a_whole_but_where_it_may_not(changes, whole):
     run = run_of(**{"stage": 3, **changes})
     assert run.gathers_layers is whole
@@ -118,9 +109,8 @@ TINY = 5_015_232  # parameters
     "keys", [{"precision": "fp32"}, {"precision": "bf16"}, {"grad_accum_dtype": "fp32"}]
 )
 def test_zero_2_holds_its_sums_while_it_accumulates(keys):
-    once, again = (
-        estimate_memory(run_of(stage=2, grad_accum=steps, **keys)).worst for steps in (1, 2)
-    )
+    runs = (run_of(stage=2, grad_accum=steps, **keys) for steps in (1, 2))
+    once, again = (estimate_memory(run).worst for run in runs)
     assert "gradients" not in once.phase("forward")
     sums = again.phase("forward")["gradients"]
     if "grad_accum_dtype" in keys:
@@ -130,18 +120,7 @@ def test_zero_2_holds_its_sums_while_it_accumulates(keys):
     assert again.phase("backward_last")["gradients"] == 2 * sums
 
 
-@pytest.mark.parametrize(
-    ("keys", "component", "place", "size"),
-    [
-        ({"stage": 3, "zero_hpz_partition_size": 2, "ranks": 4}, "secondary parameters", "", TINY),
-        ({"stage": 2, "type": "AdamW8bit"}, "scales of a checkpoint", "host", 8 * TINY // 2),
-        ({"accelerator": "cuda"}, "cuBLAS workspaces", "", 2 * 32 * 2**20),
-        (  # four buffers in fp32 of the largest parameter, the embedding
-            {"stage": 3, "device": "nvme", "sub_group_size": 1},
-            *("nvme optimizer buffers", "host", 4 * 4 * 8192 * 192 // 2),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("keys", "component", "place", "size"), TABLES["optional"])
 def test_optional_parts_are_counted(keys, component, place, size):
     (part,) = [p for p in estimate_memory(run_of(**keys)).worst.parts if p.component == component]
     assert (part.bytes, part.place) == (size, place or "device")

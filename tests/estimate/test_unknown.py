@@ -23,6 +23,7 @@ from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
 from harness.run.dry_run import dry_run
 from tests.run_tools import run_tool
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.estimate_memory import traced_saved
 
@@ -30,13 +31,7 @@ SIZES = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), 0)
 SIZES |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 5}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 UNKNOWN = ("stablelm", "granite", "starcoder2", "cohere", "olmo", "glm")
-# Layers of several kinds.
-MIXED = {
-    "qwen3_next": {"num_hidden_layers": 8},
-    "glm4_moe": {"num_hidden_layers": 4, "first_k_dense_replace": 1},
-    "gemma3_text": {"num_hidden_layers": 12, "sliding_window": 64},
-    "jamba": {"num_hidden_layers": 8},
-}
+MIXED = beside(__file__, "unknown.toml")["mixed"]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -105,9 +100,7 @@ def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     config = AutoConfig.for_model(model_type, num_hidden_layers=4, **kinds).to_dict()
     request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
     request |= {"micro_batch": 1, "seq_len": 128}
-    reference, fused = (
-        memory.traced({**request, "kernels": kernels}) for kernels in ((), STATE_KERNELS)
-    )
+    reference, fused = (memory.traced({**request, "kernels": k}) for k in ((), STATE_KERNELS))
     assert (reference.way, fused.way) == (BY_REFERENCE, WITH_KERNELS)
     assert fused.shape == reference.shape
     assert fused.outside == reference.outside
@@ -200,24 +193,13 @@ def test_a_padding_token_outside_of_the_vocabulary_is_named() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "changes", "kinds"),
-    [
-        ("recurrent", {}, [{"states"}]),
-        ("mamba", {}, [{"states"}]),
-        ("falcon_h1", {"mamba_n_heads": 4, "mamba_d_ssm": 64}, [{"attention", "states"}]),
-        ("rwkv", {"attention_hidden_size": 64}, [{"states"}]),
-        ("qwen3_next", {"num_hidden_layers": 4}, [{"states"}] * 3 + [{"attention"}]),
-        ("lfm2", {"layer_types": ["conv", "full_attention"]}, [{"states"}, {"attention"}]),
-        ("granite", {}, [{"attention"}]),
-    ],
+    ("model_type", "changes", "kinds"), beside(__file__, "unknown.toml")["layers"]
 )
-def test_layers_are_told_apart_by_how_tokens_see_each_other(
-    model_type: str, changes: dict[str, Any], kinds: list[set[str]]
-) -> None:
+def test_attention_kinds(model_type: str, changes: dict[str, Any], kinds: list[list[str]]) -> None:
     config = {"model_type": model_type, **SIZES, "num_hidden_layers": len(kinds), **changes}
     layers = shape_of(Request(config, None, "bf16", "sdpa", 1, 16))["body"]["layers"]
     mixers = [{kind for _, _, kind in layer} & {"attention", "states"} for layer in layers]
-    assert mixers == kinds
+    assert mixers == [{*kind} for kind in kinds]
 
 
 def test_traced_model_windows_are_those_of_its_config() -> None:

@@ -109,9 +109,7 @@ def test_every_kind_of_file_holds_the_same_documents(tmp_path: Path, name: str) 
 
 
 @pytest.mark.parametrize("block", [1, 10, 1000])
-def test_an_array_is_read_in_blocks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
-) -> None:
+def test_array_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int) -> None:
     monkeypatch.setattr("harness.files.formats.json_lines._BLOCK_CHARS", block)
     path = tmp_path / "a.json"
     path.write_text(" \n" + json.dumps(RECORDS, indent=2) + "\n" * 40)
@@ -207,9 +205,7 @@ ONE_AND_TWO = [{"text": "a, b; c|d", "n": "1"}, {"text": "line\nbreak", "n": "2"
         (b"n;text, long\n1;a, b\n2;c\n", "semicolons"),
     ],
 )
-def test_the_separator_of_a_table_is_that_of_its_first_row(
-    tmp_path: Path, content: bytes, separator: str
-) -> None:
+def test_first_row_tells_a_tables_separator(tmp_path: Path, content: bytes, separator: str) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes(content)
     bad_lines, format = BadLines(), format_of(path, None)
@@ -278,9 +274,7 @@ READING: list[Refusal] = [
 
 
 @pytest.mark.parametrize(("name", "content", "message"), [*FOUND, *FIRST, *READING])
-def test_a_content_is_refused_with_a_sentence(
-    tmp_path: Path, name: str, content: bytes, message: str
-) -> None:
+def test_bad_content_is_refused(tmp_path: Path, name: str, content: bytes, message: str) -> None:
     path = tmp_path / name
     path.write_bytes(content)
     (problem,) = problems(path)
@@ -338,9 +332,7 @@ def test_columns_are_to_be_named_and_there(tmp_path: Path) -> None:
             DataConfig(columns=columns)
 
 
-def test_where_reads_the_records_with_the_values(
-    write_jsonl: Callable[..., Path], tmp_path: Path
-) -> None:
+def test_where_reads_matching_records(write_jsonl: Callable[..., Path], tmp_path: Path) -> None:
     path = write_jsonl(*({"text": f"t{n}", "language": n % 2, "kind": "a"} for n in range(4)))
     where = {"language": "1", "kind": "a"}
     assert documents(path, where=where) == ["t1", "t3"]
@@ -355,9 +347,7 @@ def test_where_reads_the_records_with_the_values(
         find_corpus(None, where={"language": "de"})
 
 
-def test_without_pyarrow_the_command_that_installs_it_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_pyarrow_names_its_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.files.arrow_rows.find_spec", lambda name: None)
     for name in ("a.parquet", "a.arrow", "a.jsonl.zst"):
         (tmp_path / name).write_bytes(b"x")

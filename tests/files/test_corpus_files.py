@@ -27,6 +27,7 @@ from harness.files.paths import expanded_path, option_path, user_path
 from tests.data.glancing import glance
 from tests.files.test_contents import LINES, RECORDS, TEXTS, as_arrow, documents
 from tests.real_runs import REPOSITORY
+from tests.tables import beside
 
 
 def refused(path: Path | str, **options: object) -> list[str]:
@@ -122,9 +123,8 @@ def test_folder_corpus_skips_and_counts_files_without_text(tmp_path: Path) -> No
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
     (tmp_path / "elsewhere").symlink_to("/tmp")
     files = find_files(str(tmp_path))
-    assert [str(file.relative_to(tmp_path)) for file in files.files] == [
-        *("b.txt", "c.NDJSON", "sub/a.md")
-    ]
+    names = [str(file.relative_to(tmp_path)) for file in files.files]
+    assert names == ["b.txt", "c.NDJSON", "sub/a.md"]
     assert files.left_out == (
         "README, 2 .png, 1 .jpg, 1 dot file, 1 dot folder, 1 links to folders, 1 pipes, devices or "
         "broken links"
@@ -197,9 +197,7 @@ def test_token_pair_is_named_by_prefix_or_file(tmp_path: Path) -> None:
     assert glance(DataConfig(path=str(pair))).text == f"2 documents, 5 tokens in {pair}.bin"
 
 
-def test_a_large_file_of_lines_is_not_read_to_its_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.data.glance._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
     path.write_text(LINES * 1000)
@@ -244,9 +242,7 @@ def test_a_hub_id_is_refused_with_the_command_that_fetches_it() -> None:
     assert "hf download" not in str(caught.value)
 
 
-def test_a_misspelt_path_is_refused_with_the_one_that_is_there(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_misspelt_path_has_a_suggestion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "mydata").mkdir()
     for name in ("chats.json", "chats.jsonl", "notes.jsonl"):
         (tmp_path / "mydata" / name).touch()
@@ -301,19 +297,12 @@ def test_a_path_of_a_key_is_expanded_or_refused_by_the_key(monkeypatch):
 
 # --- folders of a process ---
 
-LIVES = """
-import sys
-from pathlib import Path
-from harness.files.folder_lock import make_folder
-print(make_folder(Path(sys.argv[1]), "optimizer").name, flush=True)
-sys.stdin.read()
-"""
-
 
 def test_folders_of_killed_processes_are_removed(tmp_path: Path) -> None:
     others = tmp_path / "others"
     others.mkdir()
-    command = [sys.executable, "-c", LIVES, str(tmp_path)]
+    lives = beside(__file__, "corpus_files.toml")["lives"]
+    command = [sys.executable, "-c", lives, str(tmp_path)]
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen(command, cwd=REPOSITORY, text=True, **pipes) as process:
         assert process.stdout is not None

@@ -11,50 +11,11 @@ import pytest
 
 from harness.files import file_kinds, formats
 from harness.files.file_kinds import FORMATS, format_of, kind_of
+from tests.tables import beside
 
+TABLES = beside(__file__, "formats.toml")
 ROOT = Path(__file__).parents[2]
-
-# A complete new format: one text per line, and no second column.
-PSV = '''
-"""Bar-separated values with one column: each line is a document."""
-
-from harness.files.data_format import DataFormat
-from harness.files.first_bytes import count_lines
-from harness.files.pieces import pieces_of
-
-
-def _pieces(file, bad_lines):
-    with file.open(encoding="utf-8") as lines:
-        for number, line in enumerate(lines, 1):
-            if "|" in line:
-                bad_lines.add(file, "has a second column", number)
-            elif line.strip():
-                yield from pieces_of(line.strip())
-
-
-FORMAT = DataFormat(
-    name="psv",
-    suffixes=frozenset({".psv"}),
-    pieces=_pieces,
-    count=count_lines,
-)
-'''
 SPLIT = ("data.seq_len=16", "data.held_out=0.3")
-READ = """
-import sys
-from pathlib import Path
-from harness.config.data_section import DataConfig
-from harness.data.build import DataSpec, build_data
-from harness.errors import ConfigError
-for path, named in (("rows.psv", None), ("rows.dat", "psv"), ("bad.psv", None)):
-    try:
-        config = DataConfig(path=path, format=named, seq_len=4, held_out=0.2, cache_dir="cache")
-        data = build_data(DataSpec(config))
-    except ConfigError as error:
-        print(error)
-    else:
-        print(*data.summary())
-"""
 
 
 def run(folder: Path, *arguments: str) -> str:
@@ -69,7 +30,7 @@ def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
     """In a copy of the library, a dry run, the key and the tokens support it."""
     for room in ("harness", "ds_configs"):
         shutil.copytree(ROOT / room, tmp_path / room)
-    (tmp_path / "harness/files/formats/bar_separated.py").write_text(PSV)
+    (tmp_path / "harness/files/formats/bar_separated.py").write_text(TABLES["psv"])
     rows = "".join(f"row {number} of a table\n" for number in range(100))
     for name in ("rows.psv", "rows.dat", "bad.psv"):
         (tmp_path / name).write_text(rows + ("a|b\n" if name == "bad.psv" else ""))
@@ -80,7 +41,7 @@ def test_a_new_format_is_one_new_file(tmp_path: Path) -> None:
     printed = run(tmp_path, "harness/train.py", "--dry-run", "data.format=pvs")
     assert "data.format is 'pvs' (command line): it must be 'text', " in printed
     assert "'psv'" in printed
-    by_suffix, named, bad = run(tmp_path, "-c", READ).splitlines()[-3:]
+    by_suffix, named, bad = run(tmp_path, "-c", TABLES["read"]).splitlines()[-3:]
     assert by_suffix.startswith("rows.psv: 100 documents, ")
     assert named.removeprefix("rows.dat") == by_suffix.removeprefix("rows.psv")
     assert bad == "data.path: bad.psv:101: has a second column"
@@ -95,9 +56,7 @@ def test_formats_have_one_file_each_and_disjoint_suffixes() -> None:
     assert all(suffix in ("", suffix.lower()) for suffix in suffixes)
 
 
-def test_a_format_claims_a_longer_suffix_from_the_advice(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_format_may_claim_a_longer_suffix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zipped = replace(FORMATS["text"], name="txt.gz", suffixes=frozenset({".txt.gz"}))
     monkeypatch.setitem(file_kinds._OF_SUFFIX, ".txt.gz", zipped)
     assert format_of(tmp_path / "a.b.TXT.gz", None) is zipped

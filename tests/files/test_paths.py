@@ -31,9 +31,7 @@ def test_a_config_is_found_here_or_in_the_clone(
     assert str(caught.value).endswith(found)
 
 
-def test_a_command_names_scripts_from_where_it_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_names_scripts_from_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(REPOSITORY)
     assert script("harness/train.py") == "harness/train.py"
     assert script("harness/train.py", tmp_path) == f"{REPOSITORY}/harness/train.py"

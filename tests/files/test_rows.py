@@ -94,16 +94,12 @@ def test_a_pair_is_one_text_whose_end_is_learned() -> None:
 
 
 def test_segments_are_one_text() -> None:
-    segments = [
-        {"label": False, "text": "a "},
-        {"label": True, "text": "b"},
-        {"label": True, "text": "c"},
-    ]
+    learned = ((False, "a "), (True, "b"), (True, "c"))
+    segments = [{"label": label, "text": text} for label, text in learned]
     assert pieces({"segments": segments}) == [Piece("a bc", ((2, 3), (3, 4)))]
     open_end = [*segments, {"label": False, "text": " d"}]
-    assert pieces({"segments": open_end}) == [
-        Piece("a bc d", ((2, 3), (3, 4)), end_is_learned=False)
-    ]
+    expected = [Piece("a bc d", ((2, 3), (3, 4)), end_is_learned=False)]
+    assert pieces({"segments": open_end}) == expected
     # Beside a text they are its transcript or something else.
     document, notes = read({"text": "a", "segments": [{"start": 1}]}, {})
     assert [*document] == [Piece("a")]  # type: ignore[misc]

@@ -7,19 +7,8 @@ import random
 import pytest
 import torch
 
-from harness.layout.box import (
-    Box,
-    Overlap,
-    Part,
-    Piece,
-    Range,
-    describe,
-    flat_boxes,
-    overlaps,
-    share_of,
-    share_of_fused,
-    uncovered,
-)
+from harness.layout import box as box_module
+from harness.layout.box import Box, Overlap, Part, Piece, Range, overlaps, share_of, uncovered
 
 SHAPES = [(), (7,), (4, 6), (5, 1, 3), (3, 4, 5), (2, 3, 2, 3)]
 
@@ -69,7 +58,7 @@ def random_piece(draw: random.Random, part: Part) -> Piece:
 def test_the_boxes_of_a_flat_range_are_its_elements_in_order(shape: tuple[int, ...]) -> None:
     tensor = numbered(shape)
     for start, stop in itertools.combinations_with_replacement(range(tensor.numel() + 1), 2):
-        boxes = list(flat_boxes(shape, start, stop))
+        boxes = list(box_module.flat_boxes(shape, start, stop))
         elements = [n for box in boxes for n in tensor[slices(box)].reshape(-1).tolist()]
         assert elements == list(range(start, stop))
         assert len(boxes) <= max(1, 2 * len(shape) - 1)
@@ -189,4 +178,5 @@ def test_parts_that_are_not_the_whole_are_named() -> None:
     assert uncovered([left]) == "12 elements are in none of its 1 slices"
     assert uncovered([left, right, top]) == "[0:4, 0:3] and [0:2, 0:6] overlap"
     assert uncovered([left, left]) == "[0:4, 0:3] and [0:4, 0:3] overlap"
-    assert describe(whole.cut(1, share_of_fused((3, 3), 0, 2))) == "[0:4, 0:2+3:5]"
+    fused = whole.cut(1, box_module.share_of_fused((3, 3), 0, 2))
+    assert box_module.describe(fused) == "[0:4, 0:2+3:5]"

@@ -13,15 +13,7 @@ from harness.layout.box import uncovered
 from harness.layout.families import FAMILIES
 from harness.layout.grid import Grid, Share
 from harness.layout.shape import Shape
-from harness.layout.tensor import (
-    SUMMED,
-    TensorPlan,
-    expert_plan,
-    plan_of,
-    tensor_plan,
-    tensor_problems,
-    tensor_shard,
-)
+from harness.layout.tensor import TensorPlan, expert_plan, plan_of, tensor_plan, tensor_shard
 from harness.models.adapters import add_adapters
 from harness.models.skeleton import hf_config, skeleton
 from tests.engine.small import CONFIGS
@@ -60,10 +52,8 @@ def test_fused_projections_are_divided_piece_by_piece() -> None:
 def test_fewer_key_heads_than_ranks_are_shared() -> None:
     plan = plan_of(shape(num_attention_heads=8))
     name = "model.layers.0.self_attn.k_proj.weight"
-    assert [plan.cut(name, (32, 96), place, 4)[0] for place in range(4)] == [
-        *[((0, 16),)] * 2,
-        *[((16, 32),)] * 2,
-    ]
+    shares = [plan.cut(name, (32, 96), place, 4)[0] for place in range(4)]
+    assert shares == [((0, 16),)] * 2 + [((16, 32),)] * 2
     assert plan.kv_copies(4) == 2
 
 
@@ -73,7 +63,7 @@ def test_fewer_key_heads_than_ranks_are_shared() -> None:
 def test_indivisible_layer_error_names_valid_sizes(
     model_type: str, config: dict[str, Any], ranks: int, problem: str
 ) -> None:
-    assert problem in tensor_problems(shape(model_type, **config), ranks)[0]
+    assert problem in tensor_module.tensor_problems(shape(model_type, **config), ranks)[0]
 
 
 def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
@@ -84,9 +74,7 @@ def test_multi_query_falcon_has_one_key_head_without_its_shape() -> None:
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize(("model_type", "config"), TABLES["rows"]["covered"])
-def test_tensor_ranks_cover_every_parameter_once(
-    model_type: str, config: dict[str, Any], ranks: int
-) -> None:
+def test_tensor_ranks_cover_parameters(model_type: str, config: dict[str, Any], ranks: int) -> None:
     whole = shape(model_type, **{"num_attention_heads": 8, "intermediate_size": 252, **config})
     cutters = {"tensor": plan_of(whole).cut}
     shares = [Share(Grid(ranks, tensor=ranks), rank, cutters) for rank in range(ranks)]
@@ -102,7 +90,7 @@ def test_tensor_ranks_cover_every_parameter_once(
 
 def test_trained_activation_in_sharded_mlp_sums_its_gradient() -> None:
     plan = TensorPlan.make("apertus", 4, 2, 96)
-    assert plan.style_of("model.layers.0.mlp.act_fn") == SUMMED
+    assert plan.style_of("model.layers.0.mlp.act_fn") == tensor_module.SUMMED
 
 
 @pytest.mark.parametrize(

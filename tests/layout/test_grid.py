@@ -10,13 +10,8 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from harness.layout.box import Part, Range, share_of, share_of_fused, uncovered
 from harness.layout.grid import GROUPS, Axis, Coords, Cutter, Grid, Purpose, Share
 
-GRIDS = [
-    Grid(1),
-    Grid(8),
-    Grid(8, pipeline=2),
-    Grid(8, tensor=2, sequence=2),
-    Grid(24, pipeline=2, tensor=3, sequence=2),
-]
+GRIDS = [Grid(1), Grid(8), Grid(8, pipeline=2), Grid(8, tensor=2, sequence=2)]
+GRIDS += [Grid(24, pipeline=2, tensor=3, sequence=2)]
 BOXES = [*GRIDS, Grid(96, pipeline=4, tensor=2, sequence=3)]
 
 
@@ -107,9 +102,7 @@ def test_grid_groups_over_all_axes() -> None:
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
 @pytest.mark.parametrize(("samples", "micro"), [(24, 1), (25, 2), (1, 3), (48, 3), (0, 2)])
-def test_every_token_is_read_by_one_rank_of_those_that_sum(
-    grid: Grid, samples: int, micro: int
-) -> None:
+def test_every_token_is_read_by_one_summing_rank(grid: Grid, samples: int, micro: int) -> None:
     seq_len = 12
     readers: Counter[tuple[int, int]] = Counter()
     summing = Share(grid, 0).ranks("loss")

@@ -58,9 +58,7 @@ def test_default_sized_models_equal_transformers(model_type: str) -> None:
 
 
 @pytest.mark.parametrize(("model_type", "config"), CASES)
-def test_what_a_config_leaves_out_means_what_transformers_means(
-    model_type: str, config: dict[str, Any]
-) -> None:
+def test_missing_keys_mean_what_transformers_means(model_type: str, config: dict[str, Any]) -> None:
     """The sizes of the sparse config equal those of transformers' completed one."""
     filled = AutoConfig.for_model(model_type, **config).to_dict()
     assert Shape.from_hf({"model_type": model_type, **config}) == Shape.from_hf(filled)

@@ -24,6 +24,7 @@ from harness.layout.stages import (
     stage_shape,
 )
 from harness.plan.model_config import find_model_config
+from tests.tables import beside
 
 LLAMA: dict[str, Any] = {"model_type": "llama", "vocab_size": 96, "hidden_size": 48}
 LLAMA |= {"intermediate_size": 80, "num_hidden_layers": 6, "num_attention_heads": 6}
@@ -89,20 +90,10 @@ def test_stage_split_of_a_published_model() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_layers", "stages", "expected"),
-    [
-        (4, 2, (2, 2)),
-        (5, 2, (3, 2)),
-        (6, 4, (1, 2, 2, 1)),
-        (7, 4, (2, 2, 2, 1)),
-        (3, 3, (1, 1, 1)),
-        (5, 1, (5,)),
-    ],
+    ("num_layers", "stages", "expected"), beside(__file__, "stages.toml")["even"]
 )
-def test_stage_split_of_equal_layers_is_even(
-    num_layers: int, stages: int, expected: tuple[int, ...]
-) -> None:
-    assert layers_per_stage(split_evenly(num_layers, stages)) == expected
+def test_equal_layers_split_evenly(num_layers: int, stages: int, expected: list[int]) -> None:
+    assert [*layers_per_stage(split_evenly(num_layers, stages))] == expected
 
 
 @pytest.mark.parametrize("layers", [[5], [1, 4], [9, 7], [3, 1, 2, 1]])

@@ -8,20 +8,12 @@ import pytest
 from harness.engine.processes import set_environment
 from harness.errors import ConfigError
 from harness.layout import world as module
-from harness.layout.world import (
-    World,
-    cpu_has_bf16,
-    find_accelerator,
-    find_gpu_name,
-    free_port,
-    has_other_nodes,
-    is_free,
-    slurm_port,
-    visible_gpus,
-)
+from harness.layout.world import World, find_accelerator, free_port, slurm_port, visible_gpus
 from tests.tables import beside
 
-ROWS = beside(__file__, "world.toml")["rows"]
+TABLES = beside(__file__, "world.toml")
+
+ROWS = TABLES["rows"]
 
 
 def variables(*texts: str) -> dict[str, str]:
@@ -45,23 +37,13 @@ def test_impossible_rank_environment_is_rejected(environ, expected):
 @pytest.mark.parametrize(
     ("rank", "ranks_of_node", "expected"), [("1", "1", True), ("1", "2", False), ("5", "1", False)]
 )
-def test_ranks_of_an_impossible_environment_are_on_no_other_node(
-    rank: str, ranks_of_node: str, expected: bool
-) -> None:
+def test_impossible_ranks_are_on_one_node(rank: str, ranks_of_node: str, expected: bool) -> None:
     """They cannot be joined to be told that this one is refused."""
     environ = {"RANK": rank, "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
-    assert has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
+    assert module.has_other_nodes(environ | {"LOCAL_WORLD_SIZE": ranks_of_node}) == expected
 
 
-@pytest.mark.parametrize(
-    ("environ", "rounds"),
-    [
-        ({}, False),
-        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:512"}, True),
-        ({"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}, True),
-        ({"PYTORCH_ALLOC_CONF": "pinned_max_cached_size_mb:128"}, False),
-    ],
-)
+@pytest.mark.parametrize(("environ", "rounds"), TABLES["allocators"])
 def test_the_users_allocators_are_read(environ, rounds, monkeypatch):
     monkeypatch.setattr("harness.layout.world.torch_version", lambda: "2.13.0")
     world = World.from_environ({**environ, "DS_ACCELERATOR": "cuda"})
@@ -96,11 +78,6 @@ def test_accelerator_is_read_from_the_driver_not_from_torch(tmp_path, monkeypatc
     assert find_accelerator({"CUDA_VISIBLE_DEVICES": "1"}) == "cuda"
 
 
-NVIDIA_SMI = """#!/bin/sh
-echo 'GPU 0: NVIDIA H200 (UUID: GPU-01ab)'
-echo 'GPU 1: NVIDIA L4 (UUID: GPU-02cd)'
-echo '  MIG 1g.5gb Device 0: (UUID: MIG-3)'
-"""
 FIRST, SECOND = "NVIDIA H200", "NVIDIA L4"
 
 
@@ -109,19 +86,19 @@ def test_gpu_name_is_that_of_the_first_visible_gpu(tmp_path, monkeypatch, source
     """Containers and WSL may lack /proc/driver/nvidia."""
     monkeypatch.setattr(module, "NVIDIA_PROC", tmp_path / "gpus")
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert find_gpu_name({}) is None
+    assert module.find_gpu_name({}) is None
     if source == "/proc":
         for place, name, uuid in (("17", FIRST, "GPU-01ab"), ("2a", SECOND, "GPU-02cd")):
             (folder := tmp_path / "gpus" / f"0000:{place}:00.0").mkdir(parents=True)
             text = f"Model: \t\t {name}\nIRQ:   \t\t 18\nGPU UUID: \t {uuid}\n"
             (folder / "information").write_text(text)
     else:
-        (tool := tmp_path / "nvidia-smi").write_text(NVIDIA_SMI)
+        (tool := tmp_path / "nvidia-smi").write_text(TABLES["nvidia_smi"])
         tool.chmod(0o755)
     names = {None: FIRST, "0": FIRST, "1,0": SECOND, "GPU-02": SECOND, "7": FIRST, "MIG-9": FIRST}
     for visible, name in names.items():
         environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-        assert find_gpu_name(environ) == name, visible
+        assert module.find_gpu_name(environ) == name, visible
     assert visible_gpus({}) == ["0", "1"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": "4, GPU-02,"}) == ["4", "GPU-02"]
     assert visible_gpus({"CUDA_VISIBLE_DEVICES": ""}) == []
@@ -145,7 +122,7 @@ def test_bf16_of_a_cpu_is_read_from_the_kernel(tmp_path, monkeypatch, flags, exp
     monkeypatch.setattr(module, "CPU_INFO", tmp_path / "cpuinfo")
     if flags is not None:
         (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: fpu {flags}\n")
-    assert cpu_has_bf16() is expected
+    assert module.cpu_has_bf16() is expected
 
 
 JOB = {"SLURM_JOB_ID": "17", "SLURM_STEP_ID": "1"}
@@ -162,9 +139,9 @@ def test_every_job_restart_and_step_has_a_port_of_its_own() -> None:
 def test_a_port_that_somebody_listens_on_is_not_free(host: str) -> None:
     port = free_port(29_999)  # wraps around to the first port
     with socket.create_server((host, port)):
-        assert not is_free(port)
+        assert not module.is_free(port)
         assert free_port(port) not in (port, 30_000)
-    assert is_free(port)
+    assert module.is_free(port)
 
 
 @pytest.fixture
@@ -180,9 +157,7 @@ def step(monkeypatch: pytest.MonkeyPatch) -> int:
     return free_port(slurm_port(JOB))
 
 
-def test_rank_0_of_srun_names_a_port_that_is_taken(
-    step: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rank_0_of_srun_names_a_taken_port(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("harness.engine.processes.slurm_port", lambda: step)
     world = World(0, 2, launcher="slurm")
     with socket.create_server(("", step)):

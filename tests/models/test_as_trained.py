@@ -20,6 +20,7 @@ from harness.models.export_code import class_as_trained, opened_as_trained, writ
 from tests.engine.small import MODEL
 from tests.models.small import built
 from tests.models.test_efficient_attention import SMALL
+from tests.tables import beside
 
 LONG = {**MODEL, "max_position_embeddings": 256}
 IDS = torch.randint(1, 64, (2, 70), generator=torch.Generator().manual_seed(0))
@@ -140,23 +141,6 @@ def test_attention_without_custom_code_is_exact_or_rejected(tmp_path: Path) -> N
         AutoModelForCausalLM.from_pretrained(tmp_path / "streams", trust_remote_code=False)
 
 
-_OPENS = """
-import sys, torch
-from transformers import AutoModelForCausalLM
-ids = torch.tensor({ids})
-for folder in ("attention", "streams"):
-    how = {{"trust_remote_code": True, "dtype": torch.float32}}
-    model = AutoModelForCausalLM.from_pretrained(folder, **how).eval()
-    print(float(model(input_ids=ids, use_cache=False).logits.double().sum()))
-    model.save_pretrained("again-" + folder)
-    again = AutoModelForCausalLM.from_pretrained("again-" + folder, **how).eval()
-    print(float(again(input_ids=ids, use_cache=False).logits.double().sum()))
-    made = model.generate(ids, max_new_tokens=4, do_sample=False, eos_token_id=None)
-    print(made[0, -4:].tolist())
-assert "harness" not in sys.modules
-"""
-
-
 @pytest.mark.gate("models")
 def test_others_open_it_with_its_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_MODULES_CACHE", str(tmp_path / "modules"))
@@ -166,5 +150,6 @@ def test_others_open_it_with_its_code(tmp_path: Path, monkeypatch: pytest.Monkey
         total = float(logits(model).double().sum())
         options: dict[str, Any] = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
         expected += [str(total)] * 2 + [str(model.generate(IDS, **options)[0, -4:].tolist())]
-    shown = run_python(_OPENS.format(ids=IDS.tolist()), tmp_path).splitlines()
+    code = beside(__file__, "as_trained.toml")["opens"].format(ids=IDS.tolist())
+    shown = run_python(code, tmp_path).splitlines()
     assert [line for line in shown if "accelerator" not in line] == expected  # from another library

@@ -132,9 +132,7 @@ class Unread(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [MODEL, FAMILIES["gemma3_text"]], ids=["llama", "gemma3"])
 @pytest.mark.parametrize("documents", [PACKED, None], ids=["documents", "none"])
-def test_a_forward_pass_reads_no_value(
-    config: dict[str, Any], documents: torch.Tensor | None
-) -> None:
+def test_forward_reads_no_value(config: dict[str, Any], documents: torch.Tensor | None) -> None:
     model = built(config)
     ids = torch.arange(2 * SEQ_LEN).view(2, SEQ_LEN)
     logits = model(input_ids=ids, position_ids=documents, use_cache=False).logits

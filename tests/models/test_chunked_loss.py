@@ -114,9 +114,8 @@ def loss_and_gradients(
 def distance(ours: dict[str, torch.Tensor], theirs: dict[str, torch.Tensor]) -> float:
     """Return the largest relative difference between two gradients."""
     assert ours.keys() == theirs.keys()
-    return max(
-        float((ours[n].float() - g.float()).norm() / g.float().norm()) for n, g in theirs.items()
-    )
+    apart = ((ours[n].float() - g.float()).norm() / g.float().norm() for n, g in theirs.items())
+    return max(map(float, apart))
 
 
 SMOOTHED = [("llama", 0.1), ("gemma2", 0.1)]

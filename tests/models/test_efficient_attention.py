@@ -14,22 +14,12 @@ from harness.layout.attention_table import ATTENTIONS
 from harness.models.attention_sums import AttentionSums
 from harness.models.efficient_attention.kinds import KINDS, function_name
 from harness.models.efficient_attention.patterns import normal
+from tests.tables import beside
+
+TABLES = beside(__file__, "efficient_attention.toml")
 
 HEADS, KEY_HEADS, WIDTH = 4, 2, 16
-SMALL = {
-    "longformer": {"window": 24, "global": 3},
-    "strided": {"window": 24},
-    "linformer": {"window": 24, "features": 4},
-    "performer": {"features": 48},
-    "reformer": {"buckets": 4, "window": 8},
-}
-"""Sizes with which 200 tokens take several blocks."""
-EXACT = {
-    "longformer": {"window": 200, "global": 0},
-    "strided": {"window": 200},
-    "linformer": {"window": 24, "features": 24},
-    "reformer": {"buckets": 1, "window": 200},
-}
+SMALL, EXACT = TABLES["small"], TABLES["exact"]
 MODULE = SimpleNamespace(layer_idx=1)
 
 

@@ -39,37 +39,6 @@ TOKENS, TEXTS = 40, 100  # compared: logits of a text, ids of texts
 CLOSE = 1e-3  # relative to the largest logit: llama.cpp looks up gelu in a table of halves
 KINDS = {"bpe": "default", "byte_bpe": "byte-level"}
 NO_SPACE = {"tokenizer.ggml.add_space_prefix": False}
-_CONVERTS = """
-import os, pathlib, sys
-source, exports = sys.argv[1:]
-sys.path.insert(0, source)
-import convert_hf_to_gguf
-from conversion.base import TextModel
-
-for export in sorted(pathlib.Path(exports).iterdir()):
-    if child := os.fork():
-        os.waitpid(child, 0)
-        continue
-    if export.name.startswith("byte_bpe"):  # as docs/export.md does
-        TextModel.get_vocab_base_pre = lambda self, tokenizer: "gpt-2"
-    sys.argv = ["", str(export), "--outtype", "f32", "--outfile", str(export / "model.gguf")]
-    try:
-        convert_hf_to_gguf.main()
-    except BaseException as error:
-        (export / "refused").write_text(repr(error))
-    os._exit(0)
-"""
-_OPENS = """
-import json, sys
-import llama_cpp
-
-job = json.load(open(sys.argv[1]))
-how = {"n_ctx": 64, "n_threads": 1, "type_k": 0, "type_v": 0, "verbose": False}
-model = llama_cpp.Llama(job["path"], logits_all=True, kv_overrides=job["overrides"], **how)
-ids = [model.tokenize(text.encode(), special=job["special"]) for text in job["texts"]]
-model.eval(job["ids"])
-print(json.dumps([ids, model.scores[: len(job["ids"])].tolist()]))
-"""
 
 
 def compiled(home: Path) -> Path:
@@ -126,7 +95,7 @@ class Export:
         job = {"path": str(self.path / "model.gguf"), "texts": texts, "ids": ids}
         job |= {"special": special, "overrides": overrides}
         (self.path / "job.json").write_text(json.dumps(job))
-        command = [python, "-c", _OPENS, self.path / "job.json"]
+        command = [python, "-c", _TABLES["opens"], self.path / "job.json"]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert done.returncode == 0, done.stderr[-300:]
         found, logits = json.loads(done.stdout.splitlines()[-1])
@@ -159,15 +128,13 @@ def reason(error: str) -> str:
 def converted(python: Path, exports: Path) -> None:
     """Convert every folder in `exports`."""
     source = python.parents[1] / "source" / "vendor" / "llama.cpp"
-    command = [python, "-c", _CONVERTS, source, exports]
+    command = [python, "-c", _TABLES["converts"], source, exports]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(), check=False)
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 @pytest.mark.gate("gguf")
-def test_llama_cpp_computes_the_same_with_every_export(
-    tokenizers: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_llama_cpp_agrees_with_exports(tokenizers: tuple[Path, list[str]], tmp_path: Path) -> None:
     python, (home, texts) = compiled(folder("gguf")), tokenizers
     exports = {
         (kind, name): Export.written(tmp_path / "exports" / f"{kind}-{n}", config, home / kind)
@@ -195,9 +162,7 @@ def test_llama_cpp_computes_the_same_with_every_export(
 
 
 @pytest.mark.gate("gguf")
-def test_llama_cpp_knows_tokens_that_were_added(
-    tokenizers: tuple[Path, list[str]], tmp_path: Path
-) -> None:
+def test_llama_cpp_knows_added_tokens(tokenizers: tuple[Path, list[str]], tmp_path: Path) -> None:
     """By the commands of docs/models.md."""
     python, (home, texts) = compiled(folder("gguf")), tokenizers
     page = (REPOSITORY / "docs" / "models.md").read_text()
@@ -208,10 +173,8 @@ def test_llama_cpp_knows_tokens_that_were_added(
     export = Export.written(tmp_path / "exports" / "added", config, home / "added")
     converted(python, tmp_path / "exports")
     texts = [*texts, "<|im_start|>user\nhello<|im_end|>\n"]
-    assert (
-        export.tokenizer.convert_tokens_to_ids("<|im_end|>")
-        in export.tokenizer(texts[-1]).input_ids
-    )
+    end = export.tokenizer.convert_tokens_to_ids("<|im_end|>")
+    assert end in export.tokenizer(texts[-1]).input_ids
     same, off = export.read(python, texts, {})
     assert same == len(texts)
     assert off < CLOSE

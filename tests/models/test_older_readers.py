@@ -29,31 +29,6 @@ OLDER = "4.57.*"
 Config = dict[str, Any]
 _TABLES = beside(__file__, "older_readers.toml", with_parts=True)
 _SIZES, MORE, TOKENIZERS = (_TABLES[name] for name in ("sizes", "more", "tokenizers"))
-_OPENS = """
-import json, pathlib, sys
-import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, __version__
-
-found = {"version": __version__}
-for folder in sorted(pathlib.Path(sys.argv[1]).iterdir()):
-    try:
-        if (folder / "tokenizer.json").exists():
-            found[folder.name] = AutoTokenizer.from_pretrained(folder)(sys.argv[2]).input_ids
-            continue
-        brings_code = (folder / "modeling_as_trained.py").exists()
-        how = {"trust_remote_code": True} if brings_code else {"attn_implementation": "eager"}
-        model, report = AutoModelForCausalLM.from_pretrained(
-            folder, output_loading_info=True, **how
-        )
-        expected = torch.load(folder / "logits.pt")
-        with torch.no_grad():
-            logits = model.eval()(input_ids=torch.arange(3, 43)[None]).logits
-        off = ((logits - expected).abs().max() / expected.abs().max()).item()
-        found[folder.name] = off, report["missing_keys"], report["unexpected_keys"]
-    except Exception as error:
-        found[folder.name] = f"{type(error).__name__}: {error}"
-print(json.dumps(found, default=list))
-"""
 
 
 @pytest.fixture(scope="module")
@@ -66,9 +41,8 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
     install = [sys.executable, "-m", "pip", "--python", python, "install"]
     if uv:
         install = [uv, "pip", "install", "--python", python]
-    done = subprocess.run(
-        [*install, f"transformers=={OLDER}"], capture_output=True, text=True, check=False
-    )
+    install.append(f"transformers=={OLDER}")
+    done = subprocess.run(install, capture_output=True, text=True, check=False)
     if done.returncode:
         pytest.skip(f"transformers {OLDER} cannot be installed: {done.stderr[-300:]}")
     packages = Path(sysconfig.get_path("purelib", vars={"base": str(folder)}))
@@ -79,7 +53,7 @@ def older(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def opened_by(python: Path, folder: Path, text: str = "") -> dict[str, Any]:
     """Return what transformers 4 reads from the subfolders of a folder."""
     done = subprocess.run(
-        [python, "-c", _OPENS, folder, text],
+        [python, "-c", _TABLES["opens"], folder, text],
         capture_output=True,
         text=True,
         check=False,
@@ -156,9 +130,8 @@ def write_source(folder: Path, config: Config) -> None:
     backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.add_special_tokens([AddedToken(word, special=True) for word in words[:5]])
     if config.get("bos_token"):
-        backend.post_processor = processors.TemplateProcessing(
-            single="<s> $A", special_tokens=[("<s>", 1)]
-        )
+        special = [("<s>", 1)]
+        backend.post_processor = processors.TemplateProcessing("<s> $A", special_tokens=special)
     folder.mkdir()
     backend.save(str(folder / "tokenizer.json"))
     values = {"eos_token": "<|endoftext|>", **config}

@@ -20,15 +20,10 @@ from harness.plan.attention import AttentionNeeds
 from harness.plan.model_config import find_model_config, preset_names
 from tests.engine.small import CONFIGS, MODEL
 from tests.models.small import attention_of, built
+from tests.tables import beside
 
+TABLES = beside(__file__, "skeleton.toml")
 LLAMA = {**MODEL, "num_hidden_layers": 2}
-OWN_CODE = """
-from transformers import LlamaConfig, LlamaForCausalLM
-class OwnConfig(LlamaConfig):
-    model_type = "own"
-class OwnForCausalLM(LlamaForCausalLM):
-    config_class = OwnConfig
-"""
 
 
 def empty(config: dict[str, object]):
@@ -46,7 +41,7 @@ def test_tied_weights_of_a_model_with_its_own_code(
     classes = {"AutoConfig": "code.OwnConfig", "AutoModelForCausalLM": "code.OwnForCausalLM"}
     config = {**LLAMA, "model_type": "own", "auto_map": classes, "tie_word_embeddings": tied}
     (folder / "config.json").write_text(json.dumps(config))
-    (folder / "code.py").write_text(OWN_CODE)
+    (folder / "code.py").write_text(TABLES["own_code"])
     expected = {"lm_head.weight": "model.embed_tokens.weight"} if tied else {}
     assert tied_names(config, str(folder), True) == expected
     with pytest.raises(ValueError, match="own code, which --trust-remote-code runs"):
@@ -59,40 +54,14 @@ def test_auto_attention_assumes_no_sdpa_for_custom_code() -> None:
     assert needs.chosen()[0] == "eager"
 
 
-LAYER = "model.layers.0."
-ATTENTION = {f"{LAYER}self_attn.{part}_proj.weight" for part in "qkvo"}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+DECAYING = {"llama": LLAMA, "gpt2": CONFIGS["gpt2"], "mixtral": MIXTRAL}
 
 
-@pytest.mark.parametrize(
-    ("config", "expected"),
-    [
-        (
-            LLAMA,
-            ATTENTION
-            | {"lm_head.weight"}
-            | {f"{LAYER}mlp.{part}_proj.weight" for part in ("gate", "up", "down")},
-        ),
-        # No biases, positions or tied head.
-        (
-            CONFIGS["gpt2"],
-            {
-                f"transformer.h.0.{name}.weight"
-                for name in ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
-            },
-        ),
-        (
-            {**LLAMA, "model_type": "mixtral", "num_local_experts": 4},
-            ATTENTION
-            | {"lm_head.weight", f"{LAYER}mlp.gate.weight"}
-            | {f"{LAYER}mlp.experts.{part}_proj" for part in ("gate_up", "down")},
-        ),
-    ],
-    ids=["llama", "gpt2", "mixtral"],
-)
-def test_matrices_decay_and_norms_and_embeddings_do_not(
-    config: dict[str, object], expected: set[str]
-) -> None:
-    decayed = {p.name for p in described_parameters(empty(config)) if p.matrix}
+@pytest.mark.parametrize("name", DECAYING)
+def test_only_matrices_in_layers_decay(name: str) -> None:
+    expected = {*TABLES["decayed"][name]}
+    decayed = {p.name for p in described_parameters(empty(DECAYING[name])) if p.matrix}
     assert {name for name in decayed if ".1." not in name} == expected
     assert {name.replace(".1.", ".0.") for name in decayed} == expected
 
@@ -119,16 +88,8 @@ def test_an_unknown_model_type_is_refused() -> None:
         hf_config({**LLAMA, "model_type": "nonesuch"})
 
 
-HEEDING = dict.fromkeys(("llama", "gpt2", "mixtral", "qwen3_moe", "gpt_neox"), True)
-
-
 @pytest.mark.parametrize(
-    ("family", "separates"),
-    [
-        *HEEDING.items(),
-        *dict.fromkeys(("opt", "bloom", "gpt_oss", "mamba", "rwkv"), False).items(),
-        ("falcon", not is_older((5, 24))),
-    ],
+    ("family", "separates"), [*TABLES["separates"].items(), ("falcon", not is_older((5, 24)))]
 )
 def test_which_models_heed_document_boundaries(family: str, separates: bool) -> None:
     model = skeleton(hf_config(CONFIGS[family]), torch.float32, attention_of(CONFIGS[family]))

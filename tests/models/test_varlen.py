@@ -206,9 +206,7 @@ def test_soft_capped_scores_are_flash_attns(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral"])
-def test_flash_attention_of_transformers_waits_for_nothing(
-    family: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_flash_attention_waits_for_nothing(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """D3: it searches no layer for documents, and accepts micro-batches of several sequences."""
 
     def looked(*_: Any) -> bool:

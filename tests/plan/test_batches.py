@@ -8,14 +8,8 @@ import pytest
 
 from harness.layout.state_size import CARRIED
 from harness.models.recurrent_state import WINDOWS
-from harness.plan.batches import (
-    LEAST_STEPS,
-    SMALLEST,
-    length_events,
-    open_keys,
-    repetition_events,
-    steps_of,
-)
+from harness.plan import batches
+from harness.plan.batches import length_events, open_keys, repetition_events, steps_of
 from harness.plan.plan import Counts, Plan
 from harness.plan.text import settled, summary
 from harness.run.dry_run import dry_run
@@ -58,7 +52,7 @@ def test_a_batch_is_no_smaller_than_the_ranks_need(planned: Planner) -> None:
     many = planned(f"RANKS=64 EXAMPLES=1000 WINDOWS=300 {START}", estimate=False)
     (why,) = [event["message"] for event in many.events if event["kind"] == "follows_data"]
     assert "the ranks need at least 64 windows per step" in why
-    assert planned(f"RANKS=3 {START}", estimate=False, counts=SMALLEST).global_batch == 3
+    assert planned(f"RANKS=3 {START}", estimate=False, counts=batches.SMALLEST).global_batch == 3
 
 
 def test_the_plan_says_what_follows_and_why(planned: Planner) -> None:
@@ -91,22 +85,16 @@ def test_a_dry_run_counts_roughly(planned: Planner, tmp_path: Path) -> None:
     assert "300 documents, 0.0 MiB (roughly 5,700 tokens)" in text  # its tokenizer is elsewhere
     assert "8 windows per step = micro-batch 8 x 1 accumulated" in text
     assert "roughly 300 of 300 documents (100.0%) are longer than data.seq_len = 16 tokens" in text
-    text = dry_run(
-        planned(f"{START} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"), True
-    ).text()
+    padded = f"{START} data.path={tmp_path / 'chats.jsonl'} data.batching=padded"
+    text = dry_run(planned(padded), True).text()
     assert "roughly 294 examples, 8 examples per step, 3.02 epochs" in text
 
 
 def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None:
     counts = Counts(9, 1_000, is_masked=False)
-    few, many, asked_for = (
-        repetition_events(planned(words, estimate=False), steps, counts)
-        for words, steps in (
-            ("train.steps=333", 333),
-            ("train.tokens=9e9", 1_464_844),
-            ("train.epochs=30", 625),
-        )
-    )
+    lengths = (("train.steps=333", 333), ("train.tokens=9e9", 1_464_844), ("train.epochs=30", 625))
+    plans = ((planned(words, estimate=False), steps) for words, steps in lengths)
+    few, many, asked_for = (repetition_events(made, steps, counts) for made, steps in plans)
     assert few == asked_for == []
     (event,) = many
     assert "reads its data 70,313 times" in event["message"]
@@ -114,9 +102,7 @@ def test_a_run_that_repeats_its_data_too_often_says_so(planned: Planner) -> None
 
 
 @pytest.mark.parametrize(("words", "remedy"), beside(__file__, "batches.toml")["too_much"])
-def test_a_batch_that_reads_more_than_the_epochs_is_said(
-    words: str, remedy: str, planned: Planner
-) -> None:
+def test_batch_larger_than_the_epochs_is_said(words: str, remedy: str, planned: Planner) -> None:
     counts = Counts(4, 4, is_masked=False)
     made = planned(words, estimate=False)
     events = repetition_events(made, steps_of(made, counts), counts)
@@ -135,10 +121,9 @@ def test_a_run_too_short_to_learn_says_so_with_the_keys(planned: Planner) -> Non
     assert "set optim.warmup_ratio=0.03" in warmup["message"]
     assert "takes only 2 steps" in few["message"]
     assert "lower train.global_batch (now 48), or raise train.epochs" in few["message"]
-    assert [event["kind"] for event in length_events(made.config, 19)] == [
-        *("unfinished_warmup", "few_steps")
-    ]
-    assert length_events(made.config, 20) == length_events(made.config, LEAST_STEPS) == []
+    kinds = [event["kind"] for event in length_events(made.config, 19)]
+    assert kinds == ["unfinished_warmup", "few_steps"]
+    assert length_events(made.config, 20) == length_events(made.config, batches.LEAST_STEPS) == []
     by_tokens = planned("train.tokens=9000 optim.warmup_steps=1", estimate=False)
     (event,) = by_tokens.events
     assert "takes only 2 steps" in event["message"]
@@ -202,16 +187,7 @@ def test_the_plan_knows_what_models_carry() -> None:
 
 
 def test_all_that_is_in_the_way_of_carrying_is_named_at_once(planned: Planner) -> None:
-    words = {
-        "model.compile": "true",
-        "model.stochastic_depth": "0.1",
-        "model.lora.rank": "4",
-        "data.mix": """'[{path="a"}, {path="b"}]'""",
-        "data.batching": "padded",
-        "data.document_mask": "true",
-        "ramp.batch_from": "8",
-        "ramp.length_from": "32",
-    }
+    words = beside(__file__, "batches.toml")["carried"]
     ramps = "ramp.batch_tokens=10000 ramp.length_tokens=1000"
     ds: dict[str, Any] = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
     line = " ".join(f"{key}={value}" for key, value in words.items())

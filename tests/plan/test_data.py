@@ -43,9 +43,7 @@ def uneven(write_jsonl: Callable[..., Path]) -> Path:
     return write_jsonl(*records)
 
 
-def test_each_value_is_a_source_of_equal_share(
-    uneven: Path, tokenizer_dir: str, cache_dir: Path
-) -> None:
+def test_each_value_is_an_equal_source(uneven: Path, tokenizer_dir: str, cache_dir: Path) -> None:
     words = [f"data.path={uneven}", "data.balance=l", "data.held_out=0.2"]
     words += [f"data.tokenizer={tokenizer_dir}", f"data.cache_dir={cache_dir}"]
     plan = plan_of(*words)
@@ -65,9 +63,7 @@ def test_a_plan_for_elsewhere_keeps_the_key(uneven: Path) -> None:
 
 
 @pytest.mark.parametrize(("words", "message"), TABLES["wrong"])
-def test_data_problems_are_named(
-    words: list[str], message: str, write_jsonl: Callable[..., Path]
-) -> None:
+def test_data_problems(words: list[str], message: str, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*({"text": "a", "l": "de", "n": number} for number in range(100)))
     with pytest.raises(ConfigError, match=message):
         plan_of(*(word.replace("PATH", str(path)) for word in words))
@@ -120,9 +116,7 @@ def test_counting_ends_with_what_decides(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_a_dry_run_counts_chats_as_the_run_does(
-    style: str, tmp_path: Path, write_jsonl: Callable[..., Path]
-) -> None:
+def test_dry_run_counts_chats(style: str, tmp_path: Path, write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*({"messages": chat} for chat in chats(200, tools=False)))
     tokenizer_of(style).save_pretrained(tmp_path / "tokenizer")
     words = (f"data.path={path}", "data.seq_len=64", f"data.tokenizer={tmp_path / 'tokenizer'}")
@@ -172,14 +166,7 @@ def test_sections_that_may_change_exist() -> None:
     assert {*FREE_SECTIONS} <= {*RunConfig.model_fields}
 
 
-@pytest.mark.parametrize(
-    ("words", "other", "before"),
-    [
-        (["data.packing=stream"], "data.packing=whole", "stream"),
-        (["data.date=2024-07-26"], "data.date=2024-07-27T09:30", "2024-07-26"),
-        (["data.bos=off"], "data.bos=auto", "off"),
-    ],
-)
+@pytest.mark.parametrize(("words", "other", "before"), TABLES["other_values"])
 def test_another_value_takes_the_users_word(
     words: list[str], other: str, before: str, tmp_path: Path
 ) -> None:
@@ -217,9 +204,7 @@ def test_dry_run_names_resumable_run_or_the_obstacle(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("source", "problem"), TABLES["branches"])
-def test_a_dry_run_refuses_a_branch_as_the_run_does(
-    source: str, problem: str, tmp_path: Path
-) -> None:
+def test_dry_run_rejects_a_branch_as_the_run(source: str, problem: str, tmp_path: Path) -> None:
     run = tmp_path / "run"
     begun(run, "model.overrides.vocab_size=8")
     save(run / "checkpoints", 2)

@@ -56,9 +56,7 @@ def test_missing_packages_are_problems_of_one_report(packages: Packages, planned
     assert made.config.log.tensorboard is False
 
 
-def test_a_monitor_without_a_place_of_its_own_becomes_a_tracker(
-    packages: Packages, planned: Planner
-) -> None:
+def test_monitor_without_own_place_becomes_a_tracker(packages: Packages, planned: Planner) -> None:
     packages(*PACKAGES)
     ds = {"tensorboard": {"enabled": True}, "wandb": {"enabled": True, "project": "p", "team": "t"}}
     made = planned("", ds)
@@ -73,9 +71,7 @@ def test_a_monitor_without_a_place_of_its_own_becomes_a_tracker(
     assert (made.config.log.wandb, made.deepspeed["wandb"]["enabled"]) == ("mine", False)
 
 
-def test_a_monitor_with_a_place_of_its_own_stays_deepspeeds(
-    packages: Packages, planned: Planner
-) -> None:
+def test_monitor_with_its_own_place_stays_deepspeeds(packages: Packages, planned: Planner) -> None:
     packages(*PACKAGES)
     ds = {
         "tensorboard": {"enabled": True, "output_path": "/logs"},
@@ -106,9 +102,7 @@ def trained(
 
 
 @pytest.mark.gate("plan")
-def test_torch_autocast_to_bf16_over_bf16_changes_nothing(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_autocast_of_bf16_changes_nothing(zygote: Zygote, data: list[str], tmp_path: Path) -> None:
     """DeepSpeed's own example of master weights in bf16 has both."""
     ds = {"bf16": BF16_STATES, "zero_optimization": {"stage": 3}}
     losses, _ = trained(zygote, tmp_path / "without", data, ds)
@@ -121,9 +115,7 @@ def test_torch_autocast_to_bf16_over_bf16_changes_nothing(
 
 
 @pytest.mark.gate("plan")
-def test_stage_0_in_bf16_is_stage_1_and_an_event(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_stage_0_in_bf16_is_stage_1(zygote: Zygote, data: list[str], tmp_path: Path) -> None:
     ds = {"bf16": IN_BF16, "zero_optimization": {"stage": 0}}
     losses, run = trained(zygote, tmp_path / "zero", data, ds)
     (event,) = events(run, "changed")
@@ -133,9 +125,7 @@ def test_stage_0_in_bf16_is_stage_1_and_an_event(
 
 
 @pytest.mark.parametrize("mistake", ["a value that transformers refuses", "a pointer for weights"])
-def test_late_ds_problems_are_one_report_before_building(
-    mistake: str, zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_late_json_problems(mistake: str, zygote: Zygote, data: list[str], tmp_path: Path) -> None:
     words = [*data, *SMALL_MODEL, *SHORT_RUN, f"run.dir={tmp_path / 'run'}"]
     if mistake == "a pointer for weights":
         pointer = tmp_path / "model.safetensors"

@@ -11,6 +11,7 @@ from harness.plan.plan import Plan
 from harness.plan.text import summary
 from tests.gates.models import LEARNED
 from tests.plan.plans import Planner
+from tests.tables import beside
 
 TENSORS = "ds.tensor_parallel.autotp_size=2"
 ROWS = "ds.sequence_parallel_size=2"
@@ -21,29 +22,12 @@ WEIGHT = "model.layers.0.mlp.experts.down_proj"
 GPT2 = "model.name=gpt2-124m data.seq_len=1024 ds.zero_optimization.stage=1"
 
 
-@pytest.mark.parametrize(
-    ("line", "sizes"),  # data, sequence, tensor, expert, pipeline
-    [
-        (f"RANKS=4 {TENSORS}", (2, 1, 2, 1, 1)),
-        (f"RANKS=4 {TENSORS} ds.tensor_parallel.tp.tp_size=2", (2, 1, 2, 1, 1)),
-        (f"RANKS=8 {TENSORS} {STAGES}", (2, 1, 2, 1, 2)),
-        (f"RANKS=4 {ROWS}", (2, 2, 1, 1, 1)),
-        (f"RANKS=4 {ROWS} {TENSORS} model.name=llama-1b", (1, 2, 2, 1, 1)),
-        (f"RANKS=2 {ROWS} model.name=$gpt2 data.seq_len=16", (1, 2, 1, 1, 1)),
-        (f"RANKS=2 {ROWS} model.name=$mixtral data.seq_len=16", (1, 2, 1, 1, 1)),
-        (MIXTURE, (4, 1, 1, 2, 1)),
-        (f"{MIXTURE} {TENSORS}", (2, 1, 2, 2, 1)),
-        (f"{MIXTURE} ds.expert_parallel.enabled=false", (4, 1, 1, 1, 1)),
-        # Without pretraining_tp, slow_but_exact has no effect.
-        (f"RANKS=2 {TENSORS} model.name=$bloom_slow data.seq_len=16", (1, 1, 2, 1, 1)),
-    ],
-)
-def test_ranks_are_divided_and_deepspeed_does_not_divide_again(
-    line: str, sizes: tuple[int, ...], planned: Planner
-) -> None:
-    made = planned(line)
+@pytest.mark.parametrize(("line", "sizes"), beside(__file__, "layouts.toml")["divided"])
+def test_ranks_are_divided_once(line: str, sizes: list[int], planned: Planner) -> None:
+    words = {"TENSORS": TENSORS, "ROWS": ROWS, "STAGES": STAGES, "MIXTURE": MIXTURE}
+    made = planned(line.format(**words))
     grid = made.grid
-    assert (grid.data, grid.sequence, grid.tensor, grid.expert, grid.pipeline) == sizes
+    assert [grid.data, grid.sequence, grid.tensor, grid.expert, grid.pipeline] == sizes
     keys = {"tensor_parallel", "sequence_parallel_size", "expert_parallel"}
     assert not keys & made.deepspeed.keys()
     assert (made.stages is None) is (grid.pipeline == 1)

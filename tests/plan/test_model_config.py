@@ -66,9 +66,7 @@ def test_a_hub_id_is_asked_last(name: str, folder: Path, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("name", ["gpt2", "org/gpt2_124m"])
-def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
-    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_no_hub_is_not_awaited(name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from huggingface_hub import constants  # it has read the environment already
 
     def unknown(*_: object) -> None:
@@ -83,9 +81,7 @@ def test_a_hub_id_is_not_waited_for_where_there_is_no_hub(
     assert "; did you mean gpt2-124m" in problem
 
 
-def test_missing_weights_folder_is_not_taken_for_a_preset(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_folder_is_not_a_preset(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Presets have no weights."""
     (tmp_path / "my-model").mkdir()
     (tmp_path / "my-model" / "config.json").write_text(json.dumps(LLAMA))
@@ -116,11 +112,8 @@ def test_a_broken_config_is_named(tmp_path: Path, changes: Any, expected: str) -
 
 
 def test_overrides_change_add_merge_and_take_away(folder: Path) -> None:
-    words = (
-        "hidden_size=32",
-        "num_hidden_layers=2",
-        "rope_parameters={rope_type='linear', factor=2.0}",
-    )
+    words = ["hidden_size=32", "num_hidden_layers=2"]
+    words += ["rope_parameters={rope_type='linear', factor=2.0}"]
     config, _ = load(f"model.name={folder}", *(f"model.overrides.{word}" for word in words))
     assert (config["hidden_size"], config["num_hidden_layers"]) == (32, 2)
     expected = {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0}
@@ -146,11 +139,8 @@ def test_dropout_sets_every_probability_that_transformers_has(tmp_path: Path, fa
     config.pop("model_type")
     built = transformers.AutoConfig.for_model(family, **config).to_dict()
     heads_only = ("classifier_dropout", "summary_first_dropout")  # not part of a causal LM
-    probabilities = {
-        value
-        for key, value in built.items()
-        if key.endswith(("dropout", "pdrop")) and key not in heads_only
-    }
+    dropouts = {key: value for key, value in built.items() if key.endswith(("dropout", "pdrop"))}
+    probabilities = {value for key, value in dropouts.items() if key not in heads_only}
     assert probabilities == {0.25}
 
 
@@ -193,9 +183,7 @@ def test_frequencies_are_those_of_the_factor(config: Config, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("changes", [{}, {"partial_rotary_factor": 0.5}], ids=["whole", "in part"])
 @pytest.mark.parametrize("config", [NEW, OLD], ids=["rope_parameters", "rope_theta"])
-def test_ntk_has_the_frequencies_of_dynamic_at_the_full_length(
-    config: Config, changes: Config, tmp_path: Path
-) -> None:
+def test_ntk_equals_dynamic_at_full_length(config: Config, changes: Config, tmp_path: Path) -> None:
     import torch
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

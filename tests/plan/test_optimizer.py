@@ -24,6 +24,7 @@ from harness.run.resumption import foreseen
 from tests.engine.small import MODEL
 from tests.plan.conftest import Packages
 from tests.plan.plans import Planner
+from tests.tables import beside
 
 
 def test_what_is_adopted_has_the_jsons_key_as_its_origin() -> None:
@@ -68,9 +69,7 @@ def test_adam_is_fused_torch_on_gpu_and_deepspeed_on_host(
     assert "fallback" not in [event["kind"] for event in made.events]
 
 
-def test_a_missing_package_and_an_offloaded_package_are_named(
-    packages: Packages, planned: Planner
-) -> None:
+def test_missing_and_offloaded_packages_are_named(packages: Packages, planned: Planner) -> None:
     offload = "ds.zero_optimization.stage=2 ds.zero_optimization.offload_optimizer.device=cpu"
     packages("bitsandbytes")
     (problem,) = planned.problems(f"optim.name=adam8bit {offload}")
@@ -126,26 +125,14 @@ START = f"{SHORT} model.init_from=$small"
 """A run that starts from given weights."""
 
 
-@pytest.mark.parametrize(
-    ("words", "steps"),
-    [
-        ("", 3),
-        ("optim.lr=2e-3", 3),  # a key of the user's restores no other default
-        ("optim.lr=2e-3 optim.schedule=linear train.steps=40", 3),
-        ("optim.warmup_steps=7", 7),
-        ("optim.warmup_ratio=0.1", 10),
-        ("ds.scheduler.type=WarmupLR ds.scheduler.params.warmup_num_steps=5", 5),
-    ],
-)
+@pytest.mark.parametrize(("words", "steps"), beside(__file__, "optimizer.toml")["warm_ups"])
 def test_the_warm_up_is_a_share_of_the_run(words: str, steps: int, planned: Planner) -> None:
     made = planned(f"{START} {words}", estimate=False)
     assert made.schedule(100).warmup == steps
     assert made.schedule(100).lr(steps) == pytest.approx(made.config.optim.lr)
 
 
-def test_a_traced_model_starts_with_the_rate_of_its_size(
-    planned: Planner, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_traced_model_has_its_sizes_rate(planned: Planner, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its trace is the estimate's, which is kept."""
     requests = []
     shape = planned("model.name=llama-3-8b").shape
@@ -228,9 +215,7 @@ def test_the_checkpoints_of_a_run_get_no_new_rows(planned: Planner) -> None:
 
 
 @pytest.mark.parametrize("step", ["", "@1"])
-def test_adapters_start_from_the_export_of_a_run(
-    step: str, planned: Planner, tmp_path: Path
-) -> None:
+def test_adapters_start_from_a_runs_export(step: str, planned: Planner, tmp_path: Path) -> None:
     run, export = tmp_path, tmp_path / f"export{'-step-1' if step else ''}"
     (run / "checkpoints" / "step-00000001").mkdir(parents=True)
     line = f"{SHORT} model.name=$small model.init_from={run}{step} model.lora.rank=4"

@@ -23,10 +23,7 @@ YARN = '{rope_type="yarn", factor=4.0, original_max_position_embeddings=512}'
 NEW = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}
 OLD = {"rope_theta": 1e6}
 BOTH = {**NEW, **OLD, "rope_scaling": None}
-LAYERS = {
-    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
-    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
-}
+LAYERS = TABLES["layers"]
 HAS_NO_DEFAULT = ("gemma4_assistant",)
 QWEN = {**MODEL, "model_type": "qwen2", "sliding_window": None, "use_sliding_window": False}
 
@@ -54,9 +51,7 @@ def test_rotary_override_reaches_model_in_any_config_style(
 
 
 @pytest.mark.parametrize(("config", "word"), TABLES["own_reader"])
-def test_rotary_overrides_of_classes_with_a_reader_of_their_own(
-    config: Config, word: str, tmp_path: Path
-) -> None:
+def test_rotary_overrides_with_their_own_reader(config: Config, word: str, tmp_path: Path) -> None:
     before = hf_config({**MODEL, **config}).rope_parameters
     assert hf_config(load(tmp_path, config, word)).rope_parameters != before
 
@@ -111,9 +106,7 @@ def test_an_override_that_changes_nothing_is_refused(
 
 
 @pytest.mark.parametrize(("words", "expected"), TABLES["refused"])
-def test_a_rotary_setting_that_its_type_does_not_read_or_lacks(
-    words: list[str], expected: str, tmp_path: Path
-) -> None:
+def test_rotary_setting_unread_or_missing(words: list[str], expected: str, tmp_path: Path) -> None:
     for config in (NEW, OLD):
         with pytest.raises(ConfigError) as refused:
             load(tmp_path, config, *words)
@@ -138,9 +131,7 @@ def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> Non
     """The advice names everything that is needed; once followed, it is built."""
     config = {**QWEN, "layer_types": ["full_attention"] * 3}
     problem = problem_of(tmp_path, config, "sliding_window=8")
-    assert (
-        "set model.overrides.use_sliding_window=true and model.overrides.layer_types, " in problem
-    )
+    assert "set model.overrides.use_sliding_window=true and model.overrides.layer_types" in problem
     words = ("use_sliding_window=true", "sliding_window=8")
     late = load(tmp_path, QWEN, *words, "max_window_layers=2")
     assert hf_config(late).layer_types == [*["full_attention"] * 2, "sliding_attention"]
@@ -155,9 +146,8 @@ def test_windows_of_a_config_that_says_which_layers_slide(tmp_path: Path) -> Non
 def test_an_override_that_is_so_already_is_said(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({**MODEL, **NEW}))
     words = ("rope_theta=1000000", "hidden_size=64", f"vocab_size={MODEL['vocab_size']}")
-    run = load_run_config(
-        None, [f"model.name={tmp_path}", *(f"model.overrides.{word}" for word in words)]
-    )
+    named = (f"model.overrides.{word}" for word in words)
+    run = load_run_config(None, [f"model.name={tmp_path}", *named])
     expected = ["rope_theta", "vocab_size"]
     assert already_so({**MODEL, **NEW}, run) == expected
 

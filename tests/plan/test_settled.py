@@ -14,6 +14,7 @@ from harness.config.assignments import DECIDED, KEPT
 from harness.errors import ConfigError
 from harness.plan.plan import Counts, Facts, Plan
 from tests.plan.plans import Planner
+from tests.tables import beside
 
 CHATS = Counts(examples=294, windows=28, is_masked=True)
 GROWN = Counts(examples=29_400, windows=2_800, is_masked=True)
@@ -66,15 +67,7 @@ def test_a_run_that_goes_on_has_the_plan_that_it_began_with(
     assert after == before
 
 
-@pytest.mark.parametrize(
-    ("words", "batch", "epochs"),
-    [
-        ("", 1, 4),
-        ("train.global_batch=2", 2, 4),
-        ("train.epochs=9", 1, 9),
-        ("train.steps=900", 1, None),
-    ],
-)
+@pytest.mark.parametrize(("words", "batch", "epochs"), beside(__file__, "settled.toml")["users"])
 def test_the_users_word_is_above_what_was_settled(
     words: str, batch: int, epochs: float | None, planned: Planner, tmp_path: Path
 ) -> None:
@@ -111,9 +104,7 @@ def test_settings_of_the_user_are_not_settled(planned: Planner, tmp_path: Path) 
 
 
 @pytest.mark.parametrize(("first", "then"), [(10, 2), (2, 4)])
-def test_a_batch_that_the_ranks_chose_is_kept(
-    first: int, then: int, planned: Planner, tmp_path: Path
-) -> None:
+def test_ranks_batch_is_kept(first: int, then: int, planned: Planner, tmp_path: Path) -> None:
     made = planned(f"RANKS={first} run.dir={tmp_path}", estimate=False)
     record(made, tmp_path)
     again = planned(f"RANKS={then} run.dir={tmp_path}", estimate=False)

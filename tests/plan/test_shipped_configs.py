@@ -16,6 +16,9 @@ from harness.plan import resolve_auto
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
 from tests.shipped import DS_CONFIGS, fewest_ranks, model_for
+from tests.tables import beside
+
+TABLES = beside(__file__, "shipped_configs.toml")
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
@@ -34,15 +37,6 @@ EXPECTED = {
 }
 # Owned by the run config: none of its key=value can conflict with a shipped JSON.
 OWNED = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
-# DeepSpeed defaults that are repeated to show a setting.
-SHOWN = {
-    "bf16.enabled",
-    "zero_optimization.stage",
-    "zero_optimization.offload_optimizer.pin_memory",
-    "zero_optimization.offload_param.pin_memory",
-    "zero_optimization.zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients",
-}
 
 
 def shipped(name: str) -> Plan:
@@ -78,7 +72,7 @@ def test_a_json_repeats_no_default_and_nothing_of_the_run_config(name: str) -> N
     ds = read_ds_json(DS_CONFIGS / f"{name}.json")
     assert [key for key in OWNED if literal(ds, key) is not None] == []
     repeated = {key for key, value in flat(ds) if value_of({}, key) == value}
-    assert {key for key in repeated if not key.startswith("fp16.")} <= SHOWN
+    assert {key for key in repeated if not key.startswith("fp16.")} <= {*TABLES["shown"]}
 
 
 def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +82,7 @@ def test_bf16_states_are_fp32_where_the_device_has_no_bf16(monkeypatch: pytest.M
     assert (plan.precision, plan.deepspeed["bf16"]) == ("fp32", {"enabled": False})
 
 
-def test_nvme_begins_where_temporary_files_are(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_nvme_begins_in_temporary_files(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     section = shipped("zero3_nvme").deepspeed["zero_optimization"]["offload_optimizer"]
     assert (section["device"], section["nvme_path"]) == ("nvme", str(tmp_path))
@@ -112,26 +104,6 @@ def test_fp16_shows_every_knob_of_dynamic_loss_scaling() -> None:
     assert value_of(shipped("fp16_static").deepspeed, "fp16.loss_scale") > 1
 
 
-READ = """
-import json, os, sys
-os.environ["DS_ACCELERATOR"] = "cpu"
-from deepspeed.runtime.config import DeepSpeedConfig
-read = {}
-for name, ds in json.load(sys.stdin).items():
-    config = DeepSpeedConfig(ds)
-    zero = config.zero_config
-    bf16, fp16 = config.bfloat16_config.enabled, config.float16_config.enabled
-    offloads = {"optimizer": zero.offload_optimizer, "param": zero.offload_param}
-    on_cpu = [part for part, section in offloads.items() if section and section.device == "cpu"]
-    read[name] = [
-        ["bf16" if bf16 else "fp16" if fp16 else "fp32", int(zero.stage), " ".join(on_cpu)],
-        [config.train_batch_size, config.train_micro_batch_size_per_gpu,
-         config.gradient_accumulation_steps],
-    ]
-print(json.dumps(read))
-"""
-
-
 @pytest.mark.gate("plan")
 def test_deepspeed_accepts_every_resolved_json() -> None:
     resolved, expected = {}, {}
@@ -143,7 +115,7 @@ def test_deepspeed_accepts_every_resolved_json() -> None:
         batch = [48, 8, 6] if plan.grid.data == 1 else [6, 6, 1]  # of eight data ranks
         expected[name] = [[*EXPECTED[name]], batch]
     done = subprocess.run(
-        [sys.executable, "-c", READ],
+        [sys.executable, "-c", TABLES["read"]],
         input=json.dumps(resolved),
         capture_output=True,
         text=True,

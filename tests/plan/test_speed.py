@@ -1,6 +1,7 @@
 """What a plan chooses where kernels, compilation and micro-batch are open."""
 
 import importlib.util
+from typing import Any
 
 import pytest
 
@@ -8,6 +9,7 @@ from harness.config.ds_json import value_of
 from harness.plan import speed
 from harness.plan.plan import Plan
 from tests.plan.plans import Planner
+from tests.tables import beside
 
 LLAMA = "model.name=llama-1b data.seq_len=4096"
 H200 = "GPU=h200 ds.bf16.enabled=true ds.zero_optimization.stage=1"
@@ -22,43 +24,9 @@ def chosen(plan: Plan) -> tuple[str, bool, int]:
     return model.kernels, model.compile, plan.micro_batch
 
 
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        (f"{H200} {LLAMA}", ("liger", False, 16)),
-        (f"{H200} {LLAMA} train.steps=20000", ("liger", False, 16)),
-        (f"{H200} {LLAMA} train.micro_batch=2", ("liger", False, 2)),
-        (f"{H200} {LLAMA} ds.gradient_accumulation_steps=12", ("liger", False, 4)),
-        (f"{H200} {LLAMA} model.kernels=none", ("none", False, 12)),
-        (f"{H200} {LLAMA} model.kernels=none train.steps=20000", ("none", True, 16)),
-        (
-            f"{H200} {LLAMA} model.kernels=none train.steps=20000 model.compile=false",
-            ("none", 0, 12),
-        ),
-        (f"{H200} {LLAMA} model.compile=true train.micro_batch=1", ("liger", True, 1)),
-        (f"{H200} {LLAMA} model.checkpointing=selective model.kernels=none", ("none", False, 24)),
-        (f"GPU=h200 RANKS=2 ds.pipeline.stages=2 {LLAMA}", ("none", False, 1)),
-        (f"GPU=h200 RANKS=2 ds.sequence_parallel_size=2 {LLAMA}", ("none", False, 12)),
-        (
-            "GPU=v100-32 ds.fp16.enabled=true model.name=llama-1b data.seq_len=2048",
-            ("none", False, 1),
-        ),
-        (
-            "GPU=h200 ds.fp16.enabled=true model.name=llama-1b train.micro_batch=1",
-            ("none", False, 1),
-        ),
-        (f"{H200} {LLAMA} data.rehearse=$rows.jsonl train.micro_batch=1", ("none", False, 1)),
-        (f"{H200} model.name=mixtral-8x7b model.overrides.num_hidden_layers=1", ("none", False, 8)),
-        (f"{H200} model.name=olmo2-7b train.steps=900000 train.micro_batch=1", ("none", False, 1)),
-        (f"{H200} model.name=gpt2-124m train.steps=900000 train.micro_batch=1", ("none", True, 1)),
-        (f"GPU=t4 ds.fp16.enabled=true {LLAMA}", ("none", False, 1)),  # nothing fits
-        (LLAMA, ("none", False, 8)),  # ranks on the CPU
-    ],
-)
-def test_a_plan_chooses_what_is_open(
-    line: str, expected: tuple[str, bool, int], planned: Planner
-) -> None:
-    assert chosen(planned(line)) == expected
+@pytest.mark.parametrize(("line", "expected"), beside(__file__, "speed.toml")["chosen"])
+def test_plan_chooses_options(line: str, expected: list[Any], planned: Planner) -> None:
+    assert [*chosen(planned(line.format(LLAMA=LLAMA, H200=H200)))] == expected
 
 
 def test_choices_are_said_in_one_line_with_their_gain(planned: Planner) -> None:
@@ -92,6 +60,5 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch, planned: Pl
     plan = planned(f"{H200} {LLAMA} train.micro_batch=2")
     assert plan.config.model.kernels == "none"
     (event,) = [e for e in plan.events if e["kind"] == "chosen"]
-    assert event["message"] == (
-        "model.kernels=none, because liger-kernel is not installed (pip install)"
-    )
+    reason = "because liger-kernel is not installed (pip install)"
+    assert event["message"] == f"model.kernels=none, {reason}"

@@ -61,9 +61,7 @@ def test_a_run_needs_disk_for_one_more_checkpoint_than_it_keeps(
 
 
 @pytest.mark.usefixtures("anywhere")
-def test_a_folder_that_cannot_hold_the_states_is_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_without_room_is_rejected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert swap_problems(plan(tmp_path)) == []
     for none in (tmp_path / "none", tmp_path / ("none" * 99)):
         (problem,) = swap_problems(plan(none))
@@ -89,9 +87,7 @@ def test_no_libaio_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert "apt install g++" in problem
 
 
-def test_nothing_is_asked_of_runs_without_a_drive(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_without_a_drive_ask_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "false")
     assert swap_problems(plan(tmp_path, "zero3_offload")) == []
     unknown = replace(plan(tmp_path), estimate=None)  # its files are not counted

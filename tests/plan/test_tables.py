@@ -42,26 +42,20 @@ def assert_match(sentences: list[str], patterns: list[str]) -> None:
 
 
 @pytest.mark.parametrize(("line", "patterns"), rows(*(FOLDER / "refusals").glob("*.toml")))
-def test_a_setting_is_refused_in_one_report(
-    line: str, patterns: list[str], planned: Planner
-) -> None:
+def test_setting_is_refused_in_one_report(line: str, patterns: list[str], planned: Planner) -> None:
     problems = planned.problems(line)
     assert_match(problems, patterns)
     assert len("\n".join(problems)) < 2_100
 
 
 @pytest.mark.parametrize(("line", "patterns"), rows(FOLDER / "notes.toml"))
-def test_a_plan_notes_what_its_user_may_not_expect(
-    line: str, patterns: list[str], planned: Planner
-) -> None:
+def test_plan_notes_the_unexpected(line: str, patterns: list[str], planned: Planner) -> None:
     assert_match(planned.notes(line), patterns)
 
 
 @pytest.mark.usefixtures("cpu_with_bf16")
 @pytest.mark.parametrize(("line", "patterns"), rows(FOLDER / "texts.toml"))
-def test_a_dry_run_shows_the_rows_of_its_line(
-    line: str, patterns: list[str], planned: Planner
-) -> None:
+def test_dry_run_shows_the_rows_of_a_line(line: str, patterns: list[str], planned: Planner) -> None:
     elsewhere = "model.init_from=$small" in line  # with its tokenizer
     shown = dry_run(planned(line), elsewhere).text().splitlines()
     assert [text for text in patterns if not any(is_like(row, text) for row in shown)] == [], shown
@@ -104,9 +98,7 @@ def values() -> Iterator[Any]:
 
 @pytest.mark.usefixtures("cpu_with_bf16")
 @pytest.mark.parametrize(("line", "expected"), [*values()])
-def test_a_plan_has_the_values_of_its_line(
-    line: str, expected: dict[str, Any], planned: Planner
-) -> None:
+def test_plan_has_values_of_its_line(line: str, expected: dict[str, Any], planned: Planner) -> None:
     made = planned(line, estimate=False)
     sizes, ds = (made.micro_batch, made.grad_accum), made.deepspeed
     assert (ds["train_micro_batch_size_per_gpu"], ds["gradient_accumulation_steps"]) == sizes

@@ -77,9 +77,7 @@ def tensor(dtype: object, shape: list[int], offsets: list[int]) -> bytes:
     ],
 )
 @pytest.mark.parametrize("shard", [False, True])
-def test_a_file_that_is_no_whole_one_is_named_with_its_size(
-    data: bytes, reason: str, shard: bool, tmp_path: Path
-) -> None:
+def test_partial_file_has_its_size(data: bytes, reason: str, shard: bool, tmp_path: Path) -> None:
     name = "model-00002-of-00002.safetensors" if shard else ONE
     if shard:
         (tmp_path / "model-00001-of-00002.safetensors").write_bytes(WHOLE)
@@ -92,9 +90,7 @@ def test_a_file_that_is_no_whole_one_is_named_with_its_size(
 
 @pytest.mark.parametrize("name", FILES["not_beside"])
 @pytest.mark.parametrize("absolute", [False, True])
-def test_an_index_names_safetensors_beside_it_alone(
-    name: str, absolute: bool, tmp_path: Path
-) -> None:
+def test_index_names_safetensors_beside_it_alone(name: str, absolute: bool, tmp_path: Path) -> None:
     folder = tmp_path / "model"
     (folder / "sub").mkdir(parents=True)
     for place in ("outside.safetensors", "model/weights.bin", "model/sub/inside.safetensors"):
@@ -145,9 +141,7 @@ def test_the_cache_of_the_hub_is_made_of_links(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("file", "reason"), FILES["told_apart"].items())
-def test_what_is_no_folder_of_safetensors_is_told_apart(
-    file: str, reason: str, tmp_path: Path
-) -> None:
+def test_kinds_of_no_safetensors_are_told_apart(file: str, reason: str, tmp_path: Path) -> None:
     (tmp_path / file).write_bytes(b"x")
     (problem,) = weight_file_problems(str(tmp_path), opens=True)
     assert reason in problem

@@ -6,21 +6,9 @@ import pytest
 
 from harness.report.chart import colour_of
 from harness.report.palette import COMPONENTS, INK, MUTED, SERIES, SURFACE, VERDICTS, css
+from tests.tables import beside
 
-# Machado et al. 2009, severity 1.0, for linear RGB.
-_EYES = {
-    "normal": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
-    "protan": (
-        (0.152286, 1.052583, -0.204868),
-        (0.114503, 0.786281, 0.099216),
-        (-0.003882, -0.048116, 1.051998),
-    ),
-    "deutan": (
-        (0.367322, 0.860646, -0.227968),
-        (0.280085, 0.672501, 0.047413),
-        (-0.01182, 0.04294, 0.968881),
-    ),
-}
+_EYES = beside(__file__, "palette.toml")["eyes"]
 
 
 def linear(colour: str) -> list[float]:

@@ -37,18 +37,7 @@ def test_memory_verdict_needs_oom_in_the_last_attempt(tmp_path, outcome, attempt
     assert ("It ran out of memory. it helps to X" in advice(run)[0].text) == is_reason
 
 
-LR = "optimizer.params.lr"
-
-
-@pytest.mark.parametrize(
-    ("words", "changes"),
-    [
-        (["optim.lr=0.00012345678", "optim.eps=1e-05", "train.steps=30"], {}),
-        (["ds.zero_optimization={stage=2, reduce_scatter=true}", "ds.bf16.enabled=auto"], {}),
-        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {}),
-        ([f"ds.{LR}=3e-4", "ds.optimizer.type=AdamW"], {"optim.lr": 1e-4}),
-    ],
-)
+@pytest.mark.parametrize(("words", "changes"), TABLES["printed"])
 def test_a_printed_command_gives_the_same_plan(tmp_path, words, changes):
     environ = {"DS_ACCELERATOR": "cpu"}
     record = plan_from(parse_command(words), environ).to_json()
@@ -102,9 +91,7 @@ def evaluated(*losses: float) -> dict[int, dict[str, float]]:
 
 
 def memory(*measured: int) -> dict[str, Any]:
-    rows = [
-        {"point": "peak", "predicted": 100 * 2**30, "measured": size * 2**30} for size in measured
-    ]
+    rows = [{"point": "peak", "predicted": 100 << 30, "measured": size << 30} for size in measured]
     return {"kind": "memory", "rows": rows}
 
 
@@ -115,9 +102,8 @@ def test_verdicts_follow_their_thresholds(tmp_path, case):
     events = [case["event"]] if "event" in case else []
     if "peaks" in case:
         events = [memory(*case["peaks"])]
-        events[0]["rows"] += [
-            row | {"point": "built"} for row in memory(case.get("built", 100))["rows"]
-        ]
+        built = memory(case.get("built", 100))["rows"]
+        events[0]["rows"] += [row | {"point": "built"} for row in built]
     judged = verdicts(read(write_run(tmp_path / "run", lines, events)))
     assert [v.kind for v in judged if v.text.startswith(case["text"])] == [case["kind"]]
 
@@ -129,15 +115,7 @@ def test_the_memory_of_a_small_model_has_no_verdict(tmp_path):
         assert sum(v.text.startswith("Memory") for v in judged) == count
 
 
-@pytest.mark.parametrize(
-    ("losses", "part"),
-    [
-        ((5.0, 3.0, 2.98), "train longer"),
-        ((5.0, 3.0, 2.99), None),
-        ((5.0, 3.0, 3.02), None),
-        ((5.0, 3.0, 3.04), "The best weights are those of step 100"),
-    ],
-)
+@pytest.mark.parametrize(("losses", "part"), TABLES["evaluations"])
 def test_advice_follows_the_last_evaluations(tmp_path, losses, part):
     changes = evaluated(*losses)
     lines = [line_at(step) | changes.get(step, {}) for step in range(1, 201)]
@@ -186,9 +164,7 @@ def learning(first: float, last: float) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("first", "last", "steps", "events", "verdict", "what", "changed"), TABLES["too_little"]
 )
-def test_a_model_that_learned_too_little_is_not_to_be_tried(
-    first, last, steps, events, verdict, what, changed, tmp_path
-):
+def test_too_little_learning_is_told(first, last, steps, events, verdict, what, changed, tmp_path):
     record = plan() | {"total_steps": steps}
     run = read(write_run(tmp_path / "run", learning(first, last), events, record))
     assert any(verdict in v.text for v in verdicts(run) if v.kind == "warning")
@@ -207,10 +183,7 @@ def test_a_model_that_learned_is_to_be_tried(tmp_path):
 
 
 def test_a_run_that_was_too_short_says_so_once(tmp_path):
-    events = [
-        {"kind": "few_steps", "message": "the run takes only 2 steps"},
-        {"kind": "unfinished_warmup", "message": "the run ends during its warm-up"},
-    ]
+    events = TABLES["short"]
     run = read(write_run(tmp_path / "run", events=2 * events))
     (warning,) = (v.text for v in verdicts(run) if v.kind == "warning")
     assert warning == "The run takes only 2 steps; the run ends during its warm-up."

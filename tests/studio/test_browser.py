@@ -11,12 +11,16 @@ from tests.browser import PATIENCE_S, SHOWN, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
 from tests.studio.served import Studio
 from tests.studio.test_pages import figures_of
+from tests.tables import beside
 from tests.tiers import rest_in_gate
 from tools.studio_app.figures import Figure, html_of
 from tools.studio_app.lessons import PAGES
 from tools.studio_app.page import Page as StudioPage
 from tools.studio_app.page import Slider, format_value
 from tools.studio_app.runs import read_runs_of
+
+_TABLES = beside(__file__, "browser.toml")
+CUT, MENU_IS_FULL = _TABLES["cut"], _TABLES["menu_is_full"]
 
 pytestmark = needs_browser
 
@@ -31,26 +35,6 @@ def opened(browser: Browser, studio: Studio, path: str, **how: object) -> Tab:
     tab = browser.open(studio.address + path, **how)  # type: ignore[arg-type]
     tab.wait_for(SHOWN)
     return tab
-
-
-CUT = """
-[...document.querySelectorAll(".figures :is(.card, .chart, .scrolls), .lesson, .basis")]
-  .filter((box) => box.scrollWidth > box.clientWidth + 1).map((box) => box.textContent.slice(0, 60))
-.concat([...document.querySelectorAll(".drawing svg text, .chart .x span, .chart b")]
-  .filter((text) => {
-    const inner = text.getBoundingClientRect();
-    const outer = text.closest(".chart, svg").getBoundingClientRect();
-    return inner.width && (inner.left < outer.left - 2 || inner.right > outer.right + 2);
-  }).map((text) => text.textContent))
-"""
-"""Returns content without room: boxes whose content is wider, and words outside their picture."""
-
-
-MENU_IS_FULL = """
-document.querySelector(".q-drawer__content").clientHeight
-  >= document.querySelector(".q-drawer").clientHeight - 2
-"""
-"""False if the menu ends above the end of its bar."""
 
 
 @pytest.mark.slow("the first page waits for the studio's and transformers' imports")
@@ -100,9 +84,7 @@ def words(text: str) -> str:
 
 
 @pytest.mark.parametrize("page", rest_in_gate("pages", SLIDING), ids=lambda page: page.slug)
-def test_the_first_slider_shows_what_the_call_returns(
-    tab: Tab, studio: Studio, page: StudioPage
-) -> None:
+def test_first_slider_shows_the_calls_result(tab: Tab, studio: Studio, page: StudioPage) -> None:
     """By keyboard, on every page: all its numbers, tables and texts of pictures."""
     slider = next(control for control in page.controls if isinstance(control, Slider))
     values = list(slider.values)

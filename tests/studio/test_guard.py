@@ -47,9 +47,7 @@ def test_its_own_pages_are_answered(studio: Studio) -> None:
 
 
 @pytest.mark.parametrize(("headers", "refusal"), TABLES["refused"])
-def test_another_name_origin_or_site_is_refused(
-    studio: Studio, headers: dict[str, str], refusal: int
-) -> None:
+def test_other_origins_are_refused(studio: Studio, headers: dict[str, str], refusal: int) -> None:
     for path, method in ((PAGE, "GET"), (SOCKET, "GET"), (SOCKET, "POST")):
         assert ask(studio.port, path, method, **headers)[0] == refusal
     assert upgrade(studio.port, **headers) == refusal

@@ -26,19 +26,10 @@ from harness.report.chart import Chart
 from harness.report.run_record import RunRecord
 from tests.tables import beside
 from tests.tiers import rest_in_gate
+from tools.studio_app import page as page_module
 from tools.studio_app.figures import Bars, Code, Drawing, Figure, Table, html_of
 from tools.studio_app.lessons import PAGES
-from tools.studio_app.page import (
-    ABOUT,
-    LESSONS,
-    Choice,
-    Page,
-    Slider,
-    Typed,
-    not_shown,
-    query_of,
-    read_values,
-)
+from tools.studio_app.page import Choice, Page, Slider, Typed, not_shown, query_of, read_values
 from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
@@ -115,7 +106,8 @@ def test_home_page_lists_pages_in_lesson_order() -> None:
     assert links == [page.slug for page in PAGES]
     assert sorted(links) == sorted(files)
     order = ["Data", "Memory", "Precision", "Parallelism", "Optimization", "Monitoring"]
-    assert list(ABOUT) == list(dict.fromkeys(lesson.group for lesson in LESSONS.values())) == order
+    groups = dict.fromkeys(lesson.group for lesson in page_module.LESSONS.values())
+    assert list(page_module.ABOUT) == list(groups) == order
 
 
 @every_page
@@ -226,9 +218,7 @@ CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 
 
 @pytest.mark.parametrize("slug", BY_SLUG)
-def test_a_page_shows_what_its_function_returns(
-    slug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_page_shows_its_result(slug: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "first").mkdir()
     (tmp_path / "first/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     monkeypatch.setattr("tools.studio_app.runs._roots", [tmp_path])
@@ -254,15 +244,11 @@ def test_a_page_shows_what_its_function_returns(
     rest_in_gate("pages", map(tuple, TABLES["options"])),
     ids=lambda values: "-".join(values),
 )
-def test_options_of_a_model_are_planned_as_on_the_command_line(
-    query: dict[str, str], keys: dict[str, Any]
-) -> None:
+def test_options_are_planned_as_by_the_command(query: dict[str, str], keys: dict[str, Any]) -> None:
     """The page's memory, time and command, against the plan that the command makes."""
     defaults = {"model.name": "llama-3-8b", "data.seq_len": 4096, "train.micro_batch": 1}
-    words = [
-        f"{key}={value}".replace("tools/", f"{ROOT}/tools/")
-        for key, value in (defaults | keys).items()
-    ]
+    words = [f"{key}={value}" for key, value in (defaults | keys).items()]
+    words = [word.replace("tools/", f"{ROOT}/tools/") for word in words]
     ds, problems = load_ds_json(ROOT / "ds_configs/zero3.json", ["gradient_accumulation_steps=8"])
     assert not problems
     world = World(world_size=64, local_world_size=8, accelerator="cuda", gpu="h100-sxm")
@@ -331,9 +317,8 @@ def test_the_command_with_a_json_of_ones_own_is_that_of_the_plan() -> None:
 
 
 def test_own_json_is_planned_and_its_mistakes_are_shown() -> None:
-    own = number(
-        figures_of("plan", own_json='{"zero_optimization": {"stage": 1}}'), "Peak on a GPU"
-    )
+    zero_1 = '{"zero_optimization": {"stage": 1}}'
+    own = number(figures_of("plan", own_json=zero_1), "Peak on a GPU")
     assert own != number(figures_of("plan", json="zero2"), "Peak on a GPU")
     page, text = BY_SLUG["plan"], ""
     for own_json in ("{", "[1]", "[" * 100_000, '{"zero_optimization": {"stagee": 1}}'):
@@ -344,9 +329,7 @@ def test_own_json_is_planned_and_its_mistakes_are_shown() -> None:
 
 
 @pytest.mark.parametrize(("slug", "query", "words"), TABLES["too_far"])
-def test_a_slider_too_far_is_answered_with_its_name(
-    slug: str, query: dict[str, str], words: list[str]
-) -> None:
+def test_slider_too_far_names_itself(slug: str, query: dict[str, str], words: list[str]) -> None:
     page = BY_SLUG[slug]
     notes = [getattr(f, "text", "") for f in shown_by(page, read_values(page.controls, query))]
     assert all(word in notes[0] for word in words), notes
@@ -383,9 +366,8 @@ def test_one_micro_batch_is_on_one_device_at_a_time() -> None:
     way = [number(figures_of("layers", progress=str(at)), "Now") for at in range(0, 101, 4)]
     there = ["device 0", "device 1", "device 2", "device 3"]
     assert list(dict.fromkeys(way)) == there
-    assert [now for now, before in zip(way[1:], way, strict=False) if now != before] == (
-        there[1:] + there[2::-1]
-    )
+    changes = [now for now, before in zip(way[1:], way, strict=False) if now != before]
+    assert changes == there[1:] + there[2::-1]
     assert number(figures_of("layers"), "Waiting") == "75%"
 
 

@@ -173,10 +173,8 @@ def test_names_and_messages_are_text(runs: Path) -> None:
         file.write(json.dumps({"kind": HOSTILE, "step": HOSTILE, "message": HOSTILE}) + "\n")
     (runs / HOSTILE / "rank.log").write_text(HOSTILE)
     write_report(runs / HOSTILE, corpus=f"/data/{HOSTILE}")
-    for shown in (
-        [*figures_of("runs"), *figures_of("problems")],
-        figures_of("cleaning", corpus=HOSTILE),
-    ):
+    of_runs = [*figures_of("runs"), *figures_of("problems")]
+    for shown in (of_runs, figures_of("cleaning", corpus=HOSTILE)):
         html = "".join(map(html_of, shown))
         assert "&lt;img" in html
         assert "<img" not in html
