@@ -90,11 +90,13 @@ def _read(folders: list[Path]) -> list[RunRecord]:
 
 def listed(runs: list[RunRecord], price: float | None) -> str:
     """Return the runs as a table of text: whose they are, how far, and what they used."""
-    heads = ("run", "owner", "state", "steps", "GPU hours", *["cost"] * (price is not None))
+    heads = ("run", "owner", "state", "steps", "held-out", "GPU hours")
+    heads += ("cost",) * (price is not None)
     rows = [heads]
     for run in runs:
         owner = run.text("owner") or "-"
-        rows.append((run.name, owner, state(run), progress(run), *used(run, price)))
+        loss = "-" if (best := run.best()) is None else f"{best[1]:.4f}"
+        rows.append((run.name, owner, state(run), progress(run), loss, *used(run, price)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = (map(str.ljust, row, widths) for row in rows)
     return "\n".join("  ".join(line).rstrip() for line in lines)

@@ -293,7 +293,9 @@ def _text(corpus: Corpus, spec: DataSpec, tokenizer: Any, name: str, is_rough: b
     said = {kind: f"{among}{text}" for kind, text in size.warnings.items()}
     said |= unused_template(corpus, spec.config)
     if longer:
-        said["too_long"] = spec.config.too_long_text(longer, documents, roughly)
+        said["too_long"] = spec.config.too_long_text(
+            longer, documents, roughly, of_pairs=bool(spec.preferences)
+        )
     path = "Python's own library" if corpus.kind == "library" else str(corpus.path)
     text = (
         f"{path}: {'at least ' * is_least}{number:,} documents, {corpus.num_bytes() / 2**20:,.1f} "

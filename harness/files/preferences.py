@@ -61,11 +61,14 @@ def read_preference(
 
 def _missing(record: Mapping[str, object], objective: str) -> str:
     has = ", ".join(map(repr, record)) or "no keys"
+    if missing := [name for name in (CHOSEN, REJECTED) if name in record and not record[name]]:
+        return f"has no {missing[0]} answer: data.bad_rows=skip leaves out such rows"
     if "label" in record:
         return f"has a label for one answer, but {objective} compares two: chosen and rejected"
     return (
         f"needs chosen and rejected, or messages and rejected (train.objective={objective}); it "
-        f"has {has}: name them in data.columns, as in data.columns.rejected=NAME"
+        f"has {has}: name them in data.columns, as in data.columns.rejected=NAME, or leave such "
+        "rows out with data.bad_rows=skip"
     )
 
 

@@ -22,6 +22,7 @@ from harness.plan.memory import traced_shape
 from harness.plan.model_config import preset_rate
 from harness.plan.plan import Draft
 from harness.plan.weights import has_checkpoints
+from harness.runfolder import RunFolder
 
 # Peak learning rates of Adam for models of width 4,096. All weights: as in Llama 2's fine-tuning
 # (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
@@ -43,10 +44,22 @@ WARMUP = ("optim.warmup_steps", "optim.warmup_ratio")
 
 
 def take_export(draft: Draft) -> None:
-    """Start adapters on a run from its export: they are put on the files of a whole model."""
+    """Start adapters on a run from its export: they are put on the files of a whole model. Reject a
+    run of adapters, whose checkpoints hold no other weights.
+    """
     key, config = "model.init_from", draft.config
     source = config.model.init_from or ""
-    if config.model.lora.rank is None or not has_checkpoints(source):
+    if not has_checkpoints(source):
+        return
+    if config.model.lora.rank is None:
+        run, _ = run_and_step(source)
+        record = RunFolder(run).read_plan() or {}
+        settings = record.get("run", {}).get("model", {}).get("lora", {})
+        if settings.get("rank") is not None:
+            tool = script("tools/export_hf.py")
+            why = "whose checkpoints hold adapters alone"
+            use = f"run python {tool} {run} --merge, and set model.init_from={run}/export"
+            draft.problems.add(key, why, use)
         return
     run, step = run_and_step(source)
     export = run / ("export" if step is None else f"export-step-{step}")

@@ -131,6 +131,8 @@ def _tiles(run: RunRecord) -> str:
     if best is not None:
         last = run.evaluations()[-1][1]
         now = f"perplexity {short(math.exp(min(best[1], 700)))}"
+        if pairs := [*values_of(run.lines, "eval_preference_accuracy")]:
+            now = f"{pairs[-1][1]:.0%} of pairs right"
         at = f"best, at step {best[0]:,}; {last:.3f} now" if last > best[1] else now
         tiles.append(("Held-out loss", f"{best[1]:.3f}", at))
     elif run.before is not None:

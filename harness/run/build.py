@@ -37,6 +37,7 @@ from harness.plan.machine import remove_left_swap, short_of_disk, swap_problems
 from harness.plan.make import takes, with_facts
 from harness.plan.plan import Facts, Plan
 from harness.plan.text import row, summary
+from harness.plan.weights import has_checkpoints
 from harness.run.attention import AttentionMetrics
 from harness.run.data_decisions import decide_from_data, require_same_settings
 from harness.run.ending import fails, hangs
@@ -175,7 +176,8 @@ def build(
         blank = resume_point.checkpoint is not None and plan.config.model.lora.rank is None
         reference = reference_of(plan, data, total_steps)
         if reference is not None and not guard.told_by_rank_0(reference.is_kept):
-            blank = False  # it is computed with the initial weights
+            # It is computed with the initial weights. Those of a run are loaded.
+            blank = has_checkpoints(plan.config.model.init_from or "")
         masked, padded = data.document_mask, data.train.holds_whole_documents
         if said := measure_host(plan.world):
             progress.say(row("host", said))

@@ -66,12 +66,16 @@ def _tools(data: Data) -> list[str]:
 
 
 def _held_out_set(plan: Plan, data: Data) -> str:
-    """Return a hash of the held-out set: its size, and the ids and targets of the first windows."""
+    """Return a hash of what the held-out loss is measured on: the size of the set, the ids and
+    targets of its first windows, and an objective of pairs with its settings.
+    """
     stream, samples = data.held_out, plan.config.eval.samples
     samples = min(samples, stream.samples)
     first = stream.batch(0, min(samples, _HASHED_WINDOWS))
     parts = (first.input_ids.numpy().tobytes(), first.labels.numpy().tobytes())
-    sizes = f"{samples}:{stream.seq_len}".encode()
+    train = plan.config.train
+    of_pairs = f"{train.objective}:{train.beta_used}:{train.margin_used}:{train.sft_weight}"
+    sizes = f"{samples}:{stream.seq_len}{of_pairs if train.preferences else ''}".encode()
     return hashlib.sha256(b":".join((sizes, *parts))).hexdigest()[:16]
 
 

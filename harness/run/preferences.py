@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from harness.checkpoint.store import checkpoint_of
 from harness.config.run_config import run_and_step
 from harness.config.sections import REFERENCE_FREE
 from harness.data.batch import Batch
@@ -27,9 +28,11 @@ from harness.data.spec import PAD_TO, DataSpec
 from harness.engine.api import ByGroup
 from harness.models.preferences import means_of
 from harness.plan.plan import Plan
+from harness.plan.weights import has_checkpoints
 from harness.run.evaluation import EVALUATED_AT_ONCE, rows_of
 from harness.run.instrument import Instrument
 from harness.run.run import Run
+from harness.run.saving import load_into
 from harness.steps import Step
 
 _FORMAT = 1
@@ -109,7 +112,8 @@ def _weights(plan: Plan) -> list[object]:
 
 
 def take_reference(run: Run, reference: Reference | None) -> None:
-    """Read the reference, or compute it with the weights at hand, which must be the initial ones.
+    """Read the reference, or compute it with the weights of the run that model.init_from names, or
+    else with those at hand, which must be the initial ones. Call it before a checkpoint is loaded.
     Raises RunStopped if the run was asked to stop. Collective.
     """
     if reference is None:
@@ -117,7 +121,11 @@ def take_reference(run: Run, reference: Reference | None) -> None:
     if run.guard.told_by_rank_0(reference.is_kept):
         reference.read()
         run.event("reference", path=str(reference.folder), computed=False)
+        run.progress.say(f"reference: that of an earlier run, {reference.folder}")
         return
+    source = run.plan.config.model.init_from
+    if source is not None and has_checkpoints(source):
+        load_into(run.engine, checkpoint_of(source), weights_only=True)
     for packed, windows in reference.needed:
         _compute(run, packed, windows)
     if run.is_writer:
