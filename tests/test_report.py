@@ -105,10 +105,11 @@ def test_all_runs_below_a_folder_are_listed(tmp_path, named):
     *lines, _, path = run_tool("report", *named, cwd=tmp_path).stdout.splitlines()
     table = [re.split("  +", line) for line in lines]
     cost = (["cost"], ["-"], ["7.50"]) if named else ([], [], [])
-    assert table[0] == ["run", "owner", "state", "steps", "GPU hours", *cost[0]]
-    assert table[1][:2] + table[1][3:] == ["b", "-", "200 of 200", "-", *cost[1]]
+    assert table[0] == ["run", "owner", "state", "steps", "held-out", "GPU hours", *cost[0]]
+    assert re.fullmatch(r"\d\.\d{4}", loss := table[1][4])
+    assert table[1][:2] + table[1][3:] == ["b", "-", "200 of 200", loss, "-", *cost[1]]
     assert re.fullmatch(r"no progress for \d+ d \d+ h", table[1][2])
-    assert table[2] == ["team/a", "ada", "stopped", "200 of 200", "3.00", *cost[2]]
+    assert table[2] == ["team/a", "ada", "stopped", "200 of 200", loss, "3.00", *cost[2]]
     page = (tmp_path / path).read_text()
     assert path == "runs/report.html"
     assert "<td>team/a<td>ada<td class=warning>stopped<td>" in page
