@@ -36,8 +36,8 @@ def test_a_warm_up_may_be_a_share_of_the_run(name: str, ratio: float, steps: int
     section = OptimConfig.model_validate({"schedule": name, "lr": 1e-3, "warmup_ratio": ratio})
     of_steps = schedule_of(name, 1e-3, 100, warmup_steps=steps)
     assert Schedule(section, 100).warmup == steps
-    steps = (1, 50, 100)
-    assert [Schedule(section, 100).lr(n) for n in steps] == [of_steps.lr(n) for n in steps]
+    at = (1, 50, 100)
+    assert [Schedule(section, 100).lr(n) for n in at] == [of_steps.lr(n) for n in at]
 
 
 @pytest.mark.parametrize("name", ["linear", "cosine", "wsd", "polynomial"])
