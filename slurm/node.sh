@@ -71,7 +71,8 @@ run_dir=$(ask run-dir "$@") || refuse "see the messages above (with $(command -v
 attempt_before=$(ask attempt "$run_dir")
 
 code=0 program=preflight.py
-[[ ${PREFLIGHT:-1} == 0 ]] || on_all_ranks 180 "$port" tools/preflight.py "$@"
+# Pods come when their image is there and a node is free: half of this time is for all to come.
+[[ ${PREFLIGHT:-1} == 0 ]] || on_all_ranks 180 "$port" tools/preflight.py --limit-s "${PREFLIGHT_S:-1200}" "$@"
 if ((code == 0)); then
   program=train.py
   on_all_ranks "${STRAGGLER_S:-60}" "$((port + 1))" harness/train.py "$@"

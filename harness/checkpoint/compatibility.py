@@ -229,7 +229,8 @@ def _value(plan: Mapping[str, Any], key: str) -> Any:
     fp32.
     """
     if key == "run.code":
-        return (plan.get("code") or {}).get("sha256")
+        code = plan.get("code")
+        return code.get("sha256") if isinstance(code, Mapping) else code
     value = plan.get(key)
     halves = plan.get("deepspeed", {}).get("bf16", {}).get("bf16_optimizer_states")
     return f"{value} states" if key == "precision" and halves else value

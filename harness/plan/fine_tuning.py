@@ -5,6 +5,7 @@ rate follows from the number of parameters.
 docs/models.md#fine-tuning lists all of them with their sources.
 """
 
+import contextlib
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from harness.config.optim_and_schedule import OptimConfig
 from harness.config.run_config import RunConfig, run_and_step
 from harness.config.sections import LENGTHS, MAX_SAMPLES, TrainConfig
 from harness.files.paths import script
+from harness.files.records import Unreadable, read_object
 from harness.layout.families import given_size
 from harness.layout.grid import Grid
 from harness.layout.shape import Shape, active_parameters
@@ -22,7 +24,6 @@ from harness.plan.memory import traced_shape
 from harness.plan.model_config import preset_rate
 from harness.plan.plan import Draft
 from harness.plan.weights import has_checkpoints
-from harness.runfolder import RunFolder
 
 # Peak learning rates of Adam for models of width 4,096. All weights: as in Llama 2's fine-tuning
 # (arXiv 2307.09288, section 3.1). Adapters: QLoRA's for models of up to 13B (arXiv 2305.14314,
@@ -53,9 +54,10 @@ def take_export(draft: Draft) -> None:
         return
     if config.model.lora.rank is None:
         run, _ = run_and_step(source)
-        record = RunFolder(run).read_plan() or {}
-        settings = record.get("run", {}).get("model", {}).get("lora", {})
-        if settings.get("rank") is not None:
+        record: Any = {}
+        with contextlib.suppress(Unreadable, OSError, KeyError, TypeError):  # a damaged record
+            record = (read_object(run / "plan.json") or {})["run"]["model"]["lora"]
+        if isinstance(record, dict) and record.get("rank") is not None:
             tool = script("tools/export_hf.py")
             why = "whose checkpoints hold adapters alone"
             use = f"run python {tool} {run} --merge, and set model.init_from={run}/export"
