@@ -16,6 +16,7 @@ from harness.data.data import Data
 from harness.data.needles import DEPTHS, NEEDLE_TEXTS, needles
 from harness.data.packing import IGNORED
 from harness.data.spec import DataSpec
+from harness.engine.api import ByGroup
 from harness.layout.grid import Grid, Share
 from harness.run.evaluation import evaluate_needles
 
@@ -70,16 +71,16 @@ class Planted:
     def __init__(self, nats: Callable[[list[int], int], list[float]]) -> None:
         self.device, self._nats = torch.device("cpu"), nats
 
-    def eval_batch(self, batches: list[Batch], sums: torch.Tensor) -> torch.Tensor:
+    def eval_batch(self, batches: list[Batch], by_group: ByGroup) -> torch.Tensor:
         for batch in batches:
-            buckets = batch.buckets(len(sums), LENGTH)
+            buckets = by_group.of(batch)
             for row, labels in enumerate(batch.labels.tolist()):
                 wanted = [label for label in labels if label != IGNORED]
                 if not wanted:
                     continue
                 ids = [*batch.input_ids[row].tolist(), labels[-1]]
                 for nats in self._nats(ids, len(wanted)):
-                    sums[buckets[row, 0]] += torch.tensor([nats, 1.0])
+                    by_group.sums[buckets[row, 0]] += torch.tensor([nats, 1.0])
         return torch.zeros(2, dtype=torch.float64)
 
 
