@@ -330,7 +330,8 @@ def test_losses_by_position_are_those_of_the_longer_set(monkeypatch: pytest.Monk
 
     def by_position(held_out: str, longer: str | None) -> object:
         data = SimpleNamespace(held_out=held_out, long_held_out=longer)
-        run = SimpleNamespace(data=data, plan=SimpleNamespace(seq_len=2))
+        run = mock.Mock(data=data, plan=SimpleNamespace(seq_len=2))
+        run.engine.setup.preferences = None
         return evaluation.evaluate_by_position(run)
 
     assert by_position("held out", "longer") == (2.0, [3.0, 1.0])
