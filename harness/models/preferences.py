@@ -2,7 +2,7 @@
 
 A pair is one document: the chosen conversation, then the rejected one, each attended to by itself.
 The reference model is not a model but two numbers a pair: the log-probabilities of its sides under
-the initial weights, computed once at the start (run/reference.py).
+the initial weights, computed once at the start (run/preferences.py).
 """
 
 from dataclasses import dataclass

@@ -1,4 +1,7 @@
-"""Checks of what a plan takes from the user's own file (run.code): own.*, loss, schedule."""
+"""Checks of what a plan takes from the user's own file (run.code): own.*, loss, schedule.
+
+config/own.py runs the file.
+"""
 
 from harness.config.assignments import CHOSEN, did_you_mean
 from harness.config.own import METRICS, ROWS

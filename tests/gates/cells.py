@@ -127,7 +127,8 @@ def covers(cell: Cell) -> set[tuple[tuple[str, Any], ...]]:
         kind = "bf16_states" if how.has_bf16_states else cell.layout.partition("_zero")[0]
         return {(("layout", kind),)}
     if how.objective != NEXT_TOKEN:
-        return each("pairs", "layout", "architecture", "precision")
+        chunks = {(("pairs in chunks", how.loss_chunk, name, values[name]),) for name in AXIS_NAMES}
+        return chunks | each("pairs", "architecture", "precision", "stage", *AXIS_NAMES)
     if how.whole_residuals or (how.compiled and how.model):
         return {(("layout", cell.layout),)}
     if how.kind:
