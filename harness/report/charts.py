@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from harness.config.sections import NEXT_TOKEN
 from harness.report.chart import Chart, Curve, Mark, Xs, colour_of
 from harness.report.formatting import short
 from harness.report.lines import number
@@ -177,7 +176,7 @@ def _unit(runs: Sequence[RunRecord]) -> str:
 
 
 def _compares_pairs(run: RunRecord) -> bool:
-    return run.planned("run", "train", "objective") not in (None, NEXT_TOKEN)
+    return any(key.endswith("preference_accuracy") for line in run.lines[:1] for key in line)
 
 
 def _note(run: RunRecord) -> str:

@@ -113,7 +113,8 @@ def test_weight_loading_bar_is_shown_by_rank_0_only(rank: int) -> None:
     logging.enable_progress_bar()
     sdpa: dict[str, Any] = {"attention": "sdpa", "attention_sizes": {}}
     model = SimpleNamespace(init_from="weights", name="tiny", **sdpa)
-    config = SimpleNamespace(model=model, train=SimpleNamespace(seed=0))
+    own = SimpleNamespace(given={})
+    config = SimpleNamespace(model=model, train=SimpleNamespace(seed=0), own=own)
     plan: Any = SimpleNamespace(config=config, world=SimpleNamespace(rank=rank))
     empty: Any = SimpleNamespace(config=None, dtype=torch.float32, generation_config=None)
     try:
