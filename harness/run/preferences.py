@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from harness.checkpoint.collectives import broadcast_object
 from harness.checkpoint.store import checkpoint_of
 from harness.config.run_config import run_and_step
 from harness.config.sections import REFERENCE_FREE
@@ -26,6 +27,7 @@ from harness.data.packed_documents import WholeWindows
 from harness.data.run_tokenizer import cache_of
 from harness.data.spec import PAD_TO, DataSpec
 from harness.engine.api import ByGroup
+from harness.engine.processes import raising_together
 from harness.models.preferences import means_of
 from harness.plan.plan import Plan
 from harness.plan.weights import has_checkpoints
@@ -52,11 +54,12 @@ class Reference:
         """True if an earlier run has computed it."""
         return self.folder.is_dir()
 
-    def read(self) -> None:
-        """Give the pairs their reference. Raises ConfigError if a file is damaged."""
-        for number, (packed, _) in enumerate(self.needed):
-            kept = cached_array(self.folder / f"{number}.npy", np.dtype("f8"), rows=2)
-            packed.reference = np.array(kept).T
+    def read(self) -> list[NDArray[np.float64]]:
+        """Return the reference of the pairs of each side. Raises ConfigError if a file is
+        damaged.
+        """
+        paths = (self.folder / f"{number}.npy" for number in range(len(self.needed)))
+        return [np.array(cached_array(path, np.dtype("f8"), rows=2)).T for path in paths]
 
     def write(self, folder: Path) -> None:
         """Write the reference of all pairs, NaN for those that the run does not read."""
@@ -119,7 +122,10 @@ def take_reference(run: Run, reference: Reference | None) -> None:
     if reference is None:
         return
     if run.guard.told_by_rank_0(reference.is_kept):
-        reference.read()
+        with raising_together():  # other nodes may have caches of their own
+            kept = reference.read() if run.is_writer else []
+        for (packed, _), values in zip(reference.needed, broadcast_object(kept), strict=True):
+            packed.reference = values
         run.event("reference", path=str(reference.folder), computed=False)
         run.progress.say(f"reference: that of an earlier run, {reference.folder}")
         return
