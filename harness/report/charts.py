@@ -172,10 +172,11 @@ def _loss(run: RunRecord) -> Chart:
 
 def _unit(runs: Sequence[RunRecord]) -> str:
     """Return the unit of losses; pairs have no nats per token."""
-    return "mean over pairs" if any(map(_compares_pairs, runs)) else "nats per token"
+    return "mean over pairs" if any(map(compares_pairs, runs)) else "nats per token"
 
 
-def _compares_pairs(run: RunRecord) -> bool:
+def compares_pairs(run: RunRecord) -> bool:
+    """Return True for a run on preference pairs, whose losses are no nats per token."""
     return any(key.endswith("preference_accuracy") for line in run.lines[:1] for key in line)
 
 
@@ -218,7 +219,7 @@ def _dotted(curves: list[Curve]) -> list[Curve]:
 def _perplexity(runs: list[RunRecord]) -> Chart:
     """Return exp of the held-out loss, without the first evaluation: that of untrained weights."""
     curves = []
-    for each in _several([run for run in runs if not _compares_pairs(run)], "eval_loss"):
+    for each in _several([run for run in runs if not compares_pairs(run)], "eval_loss"):
         first = int(len(each.y) > 2 and each.x["step"][0] == 0)
         x = {axis: xs[first:] for axis, xs in each.x.items()}
         y = [math.exp(min(nats, 700)) for nats in each.y[first:]]

@@ -12,6 +12,7 @@ from harness.config.ds_json import AUTO, PREFIX
 from harness.errors import ExitCode
 from harness.files.paths import script
 from harness.layout.world import SHARES_GPU
+from harness.report.charts import compares_pairs
 from harness.report.events import no_better
 from harness.report.formatting import count, duration, moment, sentence, short
 from harness.report.lines import number
@@ -355,7 +356,7 @@ def _by_curve(run: RunRecord) -> list[Advice]:
             export = f"python {script('tools/export_hf.py')} {shlex.quote(str(run.path))}"
             return [Advice(f"{text}:", f"{export} --step {best[0]}")]
         return [Advice(f"{text}: save.keep_best keeps them.")]
-    if before - last > 0.005 * before:
+    if before - last > 0.005 * before and not compares_pairs(run):
         text = (
             f"Held-out loss still fell by {before - last:.3f} in the last evaluation: train longer."
         )
