@@ -417,5 +417,6 @@ def problem_of_columns(columns: Mapping[str, str]) -> str | None:
         return None
     forms = [form for form in FORMS if columns.keys() >= {*form.needs}]
     if columns and len(forms) != 1:
-        return f"must name {WANTED}; it names {', '.join(columns)}"
+        pairs = "for preferences, chosen and rejected beside the prompt"
+        return f"must name {WANTED} ({pairs}); it names {', '.join(columns)}"
     return None

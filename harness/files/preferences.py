@@ -20,6 +20,10 @@ _BESIDE = ("tools", "functions", "chat_template_kwargs")
 COLUMNS = (CHOSEN, REJECTED, *_TURNS, *_PROMPTS, "input", "history", _SYSTEM[0], *_BESIDE)
 # Anthropic's form: one text with its speakers.
 _SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+_NAME_IT = (
+    ": name the column of the prompt, as in "
+    """data.columns='{prompt="NAME", chosen="chosen", rejected="rejected"}'"""
+)
 _ROLES = {"Human": "user", "Assistant": ASSISTANT}
 
 
@@ -44,6 +48,11 @@ def read_preference(
         last = max((n for n, turn in enumerate(prompt) if _is_assistants(turn)), default=-1)
         sides.insert(0, prompt[last:] if last >= 0 else [])
         prompt = prompt[: max(last, 0)]
+    if CHOSEN in row and prompt and _is_assistants(prompt[-1]) and not all(map(_is_whole, sides)):
+        raise ValueError(
+            "has a prompt that ends with an answer, and chosen and rejected after it: leave that "
+            "answer out, or chosen if it is the same"
+        )
     beside = {name: row[name] for name in ("system", *_BESIDE) if name in row}
     chats = [chat_of(side if _is_whole(side) else [*prompt, *side], **beside) for side in sides]
     if all(map(_is_whole, sides)):
@@ -101,6 +110,8 @@ def _turns(value: object, name: str, role: str = ASSISTANT) -> list[Turn]:
         return [turn_of({"role": role, "content": value})]
     if not isinstance(value, str | list | dict):
         raise ValueError(f"{name} must be a text or turns, not {type(value).__name__}")
+    if isinstance(value, list) and value and all(isinstance(text, str) for text in value):
+        raise ValueError(f"has several texts in {name}: write one answer in a row")
     return turns_of(value, name)
 
 
@@ -128,7 +139,11 @@ def _together(chosen: Chat, rejected: Chat) -> Chat:
     if len(chosen.messages) == len(rejected.messages) == common:
         raise ValueError("has the same answer on both sides: nothing to prefer")
     if not common:
-        raise ValueError("has sides that begin with different turns: they answer no common prompt")
+        raise ValueError(
+            f"has sides that begin with different turns: they answer no common prompt{_NAME_IT}"
+        )
+    if not any(message["role"] == "user" for message in chosen.messages[:common]):
+        raise ValueError(f"has no turn of the user before its answers{_NAME_IT}")
     chosen, rejected = (replace(side, prompt=common) for side in (chosen, rejected))
     for name, side in ((CHOSEN, chosen), (REJECTED, rejected)):
         if not side.learned():
