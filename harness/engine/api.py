@@ -54,7 +54,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class ByGroup:
-    """ByGroup of tokens whose losses an evaluation sums apart."""
+    """Groups of tokens whose losses an evaluation sums apart."""
 
     sums: torch.Tensor
     """(groups, 2) fp64 on the rank's device: nats and targets, which are added to."""

@@ -5,6 +5,7 @@ from the training forward pass, in any layout, and is kept beside the tokens in 
 resume or another run from the same weights reads it.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -89,12 +90,17 @@ def reference_of(plan: Plan, data: Data, total_steps: int) -> Reference | None:
     key = cache_key(
         format=_FORMAT,
         data=[data.fingerprint, *(source.facts.fingerprint for source in data.set_sources)],
-        windows=[[packed.seq_len, len(read), int(read.sum())] for packed, read in needed],
+        pairs=[_hash(packed.pairs_in(read)) for packed, read in needed],
         weights=_weights(plan),
         precision=[plan.precision, plan.config.model.float8, plan.config.model.lora.quantize],
     )
     spec = DataSpec.of_run(plan.config, plan.model_config)
     return Reference(cache_of(spec) / f"reference-{key}", needed)
+
+
+def _hash(rows: NDArray[np.int64]) -> str:
+    """Return a hash of which pairs are read, whatever windows they stand in."""
+    return hashlib.sha256(np.sort(rows).astype(np.int64).tobytes()).hexdigest()
 
 
 def _held_out(data: Data) -> Iterator[Any]:
