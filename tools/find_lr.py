@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from harness.plan.plan import Plan
 
 _SMOOTHING = 0.9  # weight of the previous value in a smoothed loss
-_GIVE_UP = 1.5  # nats above the best smoothed loss, from which it will not recover
+GIVE_UP = 1.5
+"""Nats above the best smoothed loss, from which it will not recover."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +161,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
                 run.progress.say(f"step {number + 1:>4}/{steps} | lr {rate:.3e} | loss {loss:.4f}")
                 if run.stop_asked()[0]:
                     raise RunStopped(ExitCode.STOPPED, f"stopped at a rate of {rate:.2e}")
-                if smoothed(losses)[-1] > min(smoothed(losses)) + _GIVE_UP:
+                if smoothed(losses)[-1] > min(smoothed(losses)) + GIVE_UP:
                     break
         return judged(rates, losses)
     finally:

@@ -166,9 +166,9 @@ def set_steps(inner: torch.optim.Optimizer, count: float | None) -> None:
 
     torch's optimizers count in tensors, fused ones on the device; DeepSpeed's count in integers.
     """
-    # A class of torch's own, or one that is derived from it.
+    # A class of torch's own, or one that is derived from it; Adafactor's module is "torch.optim".
     kinds = (kind for kind in type(inner).__mro__ if kind is not torch.optim.Optimizer)
-    in_tensors = any(kind.__module__.startswith("torch.optim.") for kind in kinds)
+    in_tensors = any(f"{kind.__module__}.".startswith("torch.optim.") for kind in kinds)
     fused = bool(inner.defaults.get("fused"))
     for flat, state in inner.state.items():
         if count is None and _STEP not in state:

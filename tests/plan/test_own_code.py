@@ -103,13 +103,14 @@ def test_checkpoints_hold_what_torchs_optimizers_keep() -> None:
     """They count steps in tensors, in which a resumed run goes on; NAdam keeps a product, too."""
     parameter = torch.nn.Parameter(torch.ones(2))
     parameter.grad = torch.ones(2)
-    kept, lost = torch.optim.RAdam([parameter]), torch.optim.NAdam([parameter])
-    for optimizer in (kept, lost):
-        optimizer.step()
-    set_steps(kept, 7)
-    kept.step()
-    assert torch.equal(kept.state[parameter]["step"], torch.tensor(8.0))
-    check_states(SimpleNamespace(optimizer=kept))
+    lost = torch.optim.NAdam([parameter])
+    lost.step()
+    for kept in (torch.optim.RAdam([parameter]), torch.optim.Adafactor([parameter])):
+        kept.step()
+        set_steps(kept, 7)
+        kept.step()
+        assert torch.equal(kept.state[parameter]["step"], torch.tensor(8.0))
+        check_states(SimpleNamespace(optimizer=kept))
     with pytest.raises(ConfigError, match="its optimizer keeps 'mu_product', but a checkpoint"):
         check_states(SimpleNamespace(optimizer=lost))
 

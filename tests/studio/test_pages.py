@@ -195,7 +195,13 @@ FAILED = RunRecord(Path("first"), "first", status={"outcome": "failed"})
 CHANGES: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "memory": ("harness.plan.memory.estimate_memory", _larger_batch),
     "plan": ("step_time", _doubled),
+    "attention": ("attention_flops", _doubled),
+    "batch": ("noise_scales", _doubled),
     "checkpointing": ("flops_again", _doubled),
+    "collectives": ("after", lambda after: lambda held, messages: held),
+    "float8": ("rounded", lambda rounded: lambda numbers, *way: 0.9 * numbers),
+    "kernels": ("product_seconds", _doubled),
+    "rates": ("judged", lambda f: lambda *args: replace(f(*args), suggested=1e-3)),
     "zero": ("reductions", lambda f: lambda *args: replace(f(*args), updated=0.0)),
     "data": ("Share", lambda share: lambda grid, rank: share(grid, 0)),
     "tensor": (

@@ -10,6 +10,7 @@ from torch.nn import functional
 from harness.layout.shape import active_parameters, num_parameters
 from harness.report.chart import Heat, line, lines
 from harness.run.meter import expert_load
+from tools.studio_app import small
 from tools.studio_app.figures import Bars, Drawing, Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Typed, Values
 from tools.studio_app.plans import shape_of
@@ -128,13 +129,13 @@ def trained(top: int, balance: float) -> tuple[Snapshot, ...]:
     torch.manual_seed(0)
     model = Mixture(top)
     optimizer = torch.optim.AdamW(model.parameters(), lr=_LR)
-    contexts, targets = _corpus()
+    windows = small.windows(_CONTEXT + 1)
     draws = torch.Generator().manual_seed(1)
     snapshots: list[Snapshot] = []
     for step in range(_STEPS + 1):
-        batch = torch.randint(len(targets), (_BATCH,), generator=draws)
-        logits, scores, chosen = model(contexts[batch])
-        loss = functional.cross_entropy(logits, targets[batch])
+        batch = windows[torch.randint(len(windows), (_BATCH,), generator=draws)]
+        logits, scores, chosen = model(batch[:, :-1])
+        loss = functional.cross_entropy(logits, batch[:, -1])
         if step % _EVERY == 0:
             weights = {name: value.clone() for name, value in model.state_dict().items()}
             snapshots.append(Snapshot(step, float(loss.detach()), weights))
@@ -155,16 +156,6 @@ def routed(snapshot: Snapshot, top: int, text: str) -> tuple[torch.Tensor, torch
     contexts = torch.tensor([ids[n : n + _CONTEXT] for n in range(len(ids) - _CONTEXT + 1)])
     _, scores, chosen = model(contexts)
     return chosen, scores.gather(1, chosen).softmax(-1)
-
-
-@lru_cache
-def _corpus() -> tuple[torch.Tensor, torch.Tensor]:
-    """Return contexts (bytes, 4) and the bytes that follow them."""
-    from pydoc_data.topics import topics
-
-    text = "".join(page for _, page in sorted(topics.items()))[:200_000].encode()
-    windows = torch.frombuffer(bytearray(text), dtype=torch.uint8).long().unfold(0, _CONTEXT + 1, 1)
-    return windows[:, :-1].contiguous(), windows[:, -1].contiguous()
 
 
 def _load(chosen: torch.Tensor) -> dict[str, float]:

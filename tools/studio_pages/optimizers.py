@@ -98,7 +98,7 @@ def trajectory(
     """
     world = SURFACES[surface]
     weights = torch.nn.Parameter(torch.tensor(world.starts, dtype=torch.float32))
-    optimizer = build(name, weights, rate, decay)
+    optimizer = build(name, [weights], rate, decay)
     noises = noise * torch.randn(_STEPS, 2, 2, generator=torch.Generator().manual_seed(0))
     points = [world.starts]
     for step in range(_STEPS):
@@ -122,7 +122,7 @@ class _Whole:
         yield _orthogonal(update), flat.detach(), max(flat.shape)
 
 
-def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> Any:
+def build(name: str, weights: list[torch.nn.Parameter], rate: float, decay: float) -> Any:
     """Return an optimizer: the harness's own, or torch's, as DeepSpeed and the harness build it."""
     from harness.engine.optimizers import BUILT_HERE  # takes seconds: it imports DeepSpeed
 
@@ -132,11 +132,11 @@ def build(name: str, weights: torch.nn.Parameter, rate: float, decay: float) -> 
     settings |= {key: value for key, value in known.items() if key in entry.takes}
     classes = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}
     if name in classes:
-        return classes[name]([weights], **settings)
+        return classes[name](weights, **settings)
     made = BUILT_HERE[entry.json_type]
     if name != "muon":
-        return made([weights], **settings)
-    optimizer: Any = made([{"params": [weights], "muon": True}], **settings)
+        return made(weights, **settings)
+    optimizer: Any = made([{"params": weights, "muon": True}], **settings)
     optimizer.matrices = _Whole()
     return optimizer
 

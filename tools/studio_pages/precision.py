@@ -6,21 +6,11 @@ from functools import lru_cache
 import torch
 
 from harness.report.chart import Chart, line, lines
+from tools.studio_app import small
 from tools.studio_app.figures import Figure, Table, numbers
 from tools.studio_app.page import Page, Slider, Typed, Values
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-_MODEL = {
-    "model_type": "llama",
-    "vocab_size": 256,
-    "hidden_size": 64,
-    "intermediate_size": 176,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 4,
-    "max_position_embeddings": 256,
-    "tie_word_embeddings": False,
-}
 _WIDTHS = {"fp32": 10.0, "bf16": 5.0, "fp16": 1.5}
 """Widths of the curves, which mostly coincide."""
 _SAMPLES, _SEQ_LEN = 4, 256
@@ -65,21 +55,9 @@ def figures(values: Values) -> list[Figure]:
 @lru_cache
 def gradients() -> torch.Tensor:
     """Return every nonzero element of the gradient of a Llama's mean loss over text, in fp32."""
-    from transformers import AutoModelForCausalLM
-
-    from harness.models.loss import forward
-    from harness.models.skeleton import hf_config
-
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(hf_config(dict(_MODEL), None), dtype=torch.float32)
-    text = (math.__doc__ or "").encode()
-    text += (Typed.__doc__ or "").encode() + __doc__.encode()
-    need = _SAMPLES * (_SEQ_LEN + 1)
-    ids = torch.tensor(list((text * (need // len(text) + 1))[:need]))
-    ids = ids.view(_SAMPLES, _SEQ_LEN + 1)
-    loss, _ = forward(model, ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    (loss / (_SAMPLES * _SEQ_LEN)).backward()
-    flat = torch.cat([p.grad.flatten() for p in model.parameters() if p.grad is not None])
+    model = small.llama()
+    small.backward(model, small.samples(_SAMPLES, torch.Generator().manual_seed(0), _SEQ_LEN))
+    flat = small.flat_gradient(model)
     return flat[flat != 0]
 
 

@@ -123,7 +123,7 @@ def layer_passes(inputs: Inputs, index: int, machine: Machine) -> Passes:
     each = FLOAT8_COMPILED_BYTES if inputs.compiled else FLOAT8_CAST_BYTES
     cast = each * _cast(inputs, in_float8) / machine.memory_rate
     reached = machine.peak_flops * _attention_share(inputs, index, machine)
-    attention = _attention(inputs, index) / reached
+    attention = attention_flops(inputs, index) / reached
     serial, summed = _serial(inputs, tensors, machine)
     moved = _moved(inputs, index) / machine.memory_rate
     norms = _written_out(inputs, tensors) * inputs.stream_tokens / machine.memory_rate
@@ -279,7 +279,7 @@ def _attention_share(inputs: Inputs, index: int, machine: Machine) -> float:
     return machine.attention
 
 
-def _attention(inputs: Inputs, index: int) -> float:
+def attention_flops(inputs: Inputs, index: int) -> float:
     """Return the operations of a layer's attention in the forward pass of a micro-batch.
 
     A token sees half of the sequence on average (or of its document, if kernels get document

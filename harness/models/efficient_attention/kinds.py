@@ -40,7 +40,7 @@ def function_name(attention: str, sizes: Sizes, seed: int) -> str:
         return attention
     name = "_".join([attention, *map(str, sizes.values()), str(seed)])
     # Without a mask function of the same name, models create no mask.
-    ALL_ATTENTION_FUNCTIONS.register(name, partial(_attend, attention, {**sizes}, seed))
+    ALL_ATTENTION_FUNCTIONS.register(name, partial(attend, attention, {**sizes}, seed))
     return name
 
 
@@ -50,7 +50,7 @@ def is_kind(name: str) -> bool:
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # a loop over documents would be another graph for every batch
-def _attend(
+def attend(
     attention: str,
     sizes: Sizes,
     seed: int,
