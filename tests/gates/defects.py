@@ -256,7 +256,8 @@ PARITY = {
     # The model.
     "another seed": _at(
         "harness.models.initialize.draw",
-        lambda draw, _: lambda model, piece, seed: draw(model, piece, seed + 1), ZERO3, PIPELINED),
+        lambda draw, _: lambda model, piece, seed, init: draw(model, piece, seed + 1, init),
+        ZERO3, PIPELINED),
     "rope_parameters ignored": _ignored("rope_parameters", ZERO1),
     "rms_norm_eps ignored": _ignored("rms_norm_eps", ZERO3),
     "hidden_act ignored": _ignored("hidden_act", PIPELINED),

@@ -108,7 +108,7 @@ def test_the_full_table_has_as_many_cells_as_the_evidence_says() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--self-test --defects x2", "no such defect: x2; there are gradients x2"),
+        ("--self-test --defects x2", "no such defect: x2; there are the reference of"),
         ("--cells llama-zero9-fp32-1-1", "no such cell: llama-zero9-fp32-1-1"),
     ],
 )

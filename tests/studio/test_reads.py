@@ -1,15 +1,13 @@
-"""Runs and reports of cleanings as the studio reads them: malicious names, links, damaged files."""
+"""Runs as the studio reads them: malicious names, links, damaged files."""
 
 import json
 import re
 from pathlib import Path
-from typing import Any
 from unittest import mock
 from urllib.parse import quote
 
 import pytest
 
-from harness.errors import ExitCode
 from harness.report.chart import Chart
 from tests.browser import Browser, needs_browser
 from tests.report import runs as runs_of_reports
@@ -17,13 +15,8 @@ from tests.report.runs import line_at
 from tests.studio.served import Studio
 from tests.studio.test_guard import ask
 from tests.studio.test_pages import BY_SLUG, ROOT, figures_of, number
-from tools.cleaning.strictness import STRICTNESS, measured, report_at
 from tools.studio_app.figures import Code, Note, Table, html_of
-from tools.studio_app.page import read_values
 from tools.studio_app.runs import logs, names, read_run
-from tools.studio_app.view import figures_of as shown_by
-from tools.studio_pages.cleaning import names as names_of_reports
-from tools.studio_pages.cleaning import read_cleaning
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 
@@ -33,25 +26,6 @@ def write_run(path: Path, loss: float = 5.0) -> Path:
     lines = [line_at(step, loss=loss - 0.1 * step, **changes) for step in range(1, 13)]
     spike = {"kind": "spike", "step": 3, "loss": 9.0, "policy": "log"}
     return runs_of_reports.write_run(path, lines, [spike], outcome="stopped", code=75, step=12)
-
-
-def left(documents: int, **more: Any) -> dict[str, Any]:
-    sizes = {"characters": 10 * documents, "quality": 0.5, "diversity": 7, "packing": 0.4}
-    return {"documents": documents, **sizes, **more}
-
-
-def write_report(folder: Path, **changes: Any) -> Path:
-    """Write a report as report_of does, with the fields that the page reads."""
-    report = {
-        "corpus": "/data/pages",
-        "documents": {"read": 100, "empty": 0, "written": 60},
-        "strictness": [left(50 - n // 5, strictness=n, rejected={"words": 3}) for n in STRICTNESS],
-        "after_steps": [left(50, step="read"), left(30, step="gopher_quality")],
-    }
-    folder.mkdir(parents=True, exist_ok=True)
-    path = folder / "report.json"
-    path.write_text(json.dumps(report | changes))
-    return path
 
 
 def test_folders_are_searched_up_to_a_limit(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,14 +83,9 @@ OUTSIDE = ("..", "../secret", "/etc", "first/..", "first/../../secret", "")
 def test_run_name_cannot_escape_the_root(runs: Path, name: str) -> None:
     for folder in (runs / "first", runs.parent / "secret"):
         write_run(folder)
-        write_report(folder)
     assert read_run(name) is None
     assert logs(name) == []
     assert number(figures_of("runs", run=name), "Run") == "stopped"  # the newest, first
-    with pytest.raises(ValueError, match="there is no report"):
-        read_cleaning(name)
-    shown = figures_of("cleaning", corpus=name)
-    assert number(shown, "Documents kept") == number(figures_of("cleaning"), "Documents kept")
 
 
 def test_run_link_cannot_escape_the_root(runs: Path) -> None:
@@ -124,10 +93,8 @@ def test_run_link_cannot_escape_the_root(runs: Path) -> None:
     secret = runs.parent / "secret"
     write_run(secret, loss=77.0)
     (secret / "key.txt").write_text("password")
-    report = write_report(secret)
     (runs / "linked").symlink_to(secret)
     assert names() == ["first"]
-    assert names_of_reports() == []
     for file in ("metrics.jsonl", "events.jsonl", "plan.json", "status.json"):
         (runs / "first" / file).unlink()
         (runs / "first" / file).symlink_to(secret / file)
@@ -141,10 +108,6 @@ def test_run_link_cannot_escape_the_root(runs: Path) -> None:
     text = "".join(html_of(f) for f in figures_of("runs"))
     assert "password" not in text
     assert str(runs.parent) not in text
-    (runs / "first/report.json").symlink_to(report)
-    with pytest.raises(ValueError, match="is a link") as error:
-        read_cleaning("first")
-    assert str(runs.parent) not in str(error.value)
 
 
 def test_half_written_and_damaged_records_are_survived(runs: Path) -> None:
@@ -172,12 +135,9 @@ def test_names_and_messages_are_text(runs: Path) -> None:
     with (runs / HOSTILE / "events.jsonl").open("a") as file:
         file.write(json.dumps({"kind": HOSTILE, "step": HOSTILE, "message": HOSTILE}) + "\n")
     (runs / HOSTILE / "rank.log").write_text(HOSTILE)
-    write_report(runs / HOSTILE, corpus=f"/data/{HOSTILE}")
-    of_runs = [*figures_of("runs"), *figures_of("problems")]
-    for shown in (of_runs, figures_of("cleaning", corpus=HOSTILE)):
-        html = "".join(map(html_of, shown))
-        assert "&lt;img" in html
-        assert "<img" not in html
+    html = "".join(map(html_of, [*figures_of("runs"), *figures_of("problems")]))
+    assert "&lt;img" in html
+    assert "<img" not in html
 
 
 def test_problems_are_found_by_words_and_linked_to_events(runs: Path) -> None:
@@ -243,67 +203,3 @@ def test_a_script_in_a_name_is_not_executed(studio: Studio, browser: Browser) ->
     for outside in ("..", "%2e%2e%2fsecret", "/etc", ""):
         assert ask(studio.port, f"/report?run={outside}")[0] == 404
     assert ask(studio.port, f"/runs/{quote(folder.name)}/metrics.jsonl")[0] == 404
-
-
-@pytest.mark.gate("pages")
-def test_a_real_report_is_shown_as_it_counts(runs: Path) -> None:
-    """Compared with the same rules on the same documents, without the tool's pipeline."""
-    pytest.importorskip("datatrove", reason="needs datatrove: pip install datatrove")
-    from tools.clean_data import main
-
-    prose = (
-        "The keeper of the light writes down what the sea does, and reads it to nobody in winter."
-    )
-    texts = [f"{prose} {word} " * (1 + n % 9) for n, word in enumerate(prose.split() * 3)]
-    texts += ["\n".join(["x = 1"] * (5 + n)) for n in range(12)]
-    corpus = runs.parent / "corpus.jsonl"
-    corpus.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    assert main([str(corpus), str(runs / "cleaned"), "--workers=1"]) == ExitCode.DONE
-    assert names_of_reports() == ["cleaned"]
-    documents = [measured(str(n), text) for n, text in enumerate(texts)]
-    for strictness in (0, 40, 80, 100):
-        shown = figures_of("cleaning", corpus="cleaned", strictness=str(strictness))
-        direct = report_at(documents, strictness)
-        kept = f"{len(direct.kept):,} of {len(texts):,}"
-        assert number(shown, "Documents kept") == kept
-        assert number(shown, "Quality") == f"{direct.quality:.1%}"
-        assert number(shown, "Diversity") == f"{direct.diversity:,}"
-    read = json.loads((runs / "cleaned/report.json").read_text())["documents"]
-    (recipe,) = (f for f in shown if getattr(f, "title", "").startswith("corpus.jsonl: "))
-    assert f"{read['written']:,} of {read['read']:,}" in recipe.title  # type: ignore[union-attr]
-
-
-def test_reports_are_a_list_to_choose_from(runs: Path) -> None:
-    write_report(runs / "sets/pages")
-    corpus = next(c for c in BY_SLUG["cleaning"].controls if c.name == "corpus")
-    assert corpus.options == ("Python's own library", "sets/pages")  # type: ignore[union-attr]
-    assert number(figures_of("cleaning", corpus="sets/pages"), "Documents kept") == "34 of 50"
-    write_report(runs / "empty", strictness=[left(0, strictness=n, rejected={}) for n in (0, 80)])
-    assert number(figures_of("cleaning", corpus="empty"), "Size") == "0.0%"
-
-
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({"strictness": []}, "strictness"),
-        ({"strictness": [left(-1, strictness=0, rejected={})]}, "greater than or equal to 0"),
-        ({"strictness": [left(1, strictness=0, rejected={HOSTILE: 1})]}, "from another version"),
-        ({"after_steps": [left(1, step=HOSTILE)]}, "from another version"),
-        ({"documents": HOSTILE}, "documents"),
-    ],
-)
-def test_a_damaged_report_is_a_note(runs: Path, changes: dict[str, Any], why: str) -> None:
-    write_report(runs / "pages", **changes)
-    page = BY_SLUG["cleaning"]
-    (note,) = shown_by(page, read_values(page.controls, {"corpus": "pages"}))
-    assert why in note.text  # type: ignore[union-attr]
-    assert "<img" not in html_of(note)
-
-
-def test_half_a_report_and_no_file_are_notes(runs: Path) -> None:
-    path = write_report(runs / "pages")
-    path.write_text(path.read_text()[:40])
-    (runs / "other/report.json").mkdir(parents=True)
-    for name in ("pages", "other"):
-        with pytest.raises(ValueError, match=rf"^{name}/report.json "):
-            read_cleaning(name)

@@ -11,15 +11,11 @@ from tools.studio_app import plans
 from tools.studio_app.figures import Bars, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Values
 
-_KINDS = {"product": "weights", "attention": "activations", "elementwise": "optimizer"}
-"""Kinds of kernels, and their colours."""
-
 
 class Kernel(NamedTuple):
     """A kernel, or all elementwise ones, of a layer's forward pass of a micro-batch."""
 
     name: str
-    kind: str
     flops: float
     bytes: float
     seconds: float
@@ -30,13 +26,33 @@ class Kernel(NamedTuple):
         return self.flops / self.bytes
 
     def bound(self, machine: Machine) -> str:
-        """Return what limits the kernel: the roof that is lower at its intensity, or the smallest
-        time of any kernel.
-        """
-        least = max(self.flops / machine.peak_flops, self.bytes / machine.memory_rate)
-        if least < machine.kernel_seconds:
-            return "launch"
+        """Return what limits the kernel: the roof that is lower at its intensity."""
         return "memory" if self.intensity < ridge(machine) else "computation"
+
+
+def ridge(machine: Machine) -> float:
+    """Return the operations per byte from which computation limits a kernel."""
+    return machine.peak_flops / machine.memory_rate
+
+
+def kernels(inputs: Inputs, machine: Machine) -> list[Kernel]:
+    """Return the kernels of the first layer. Raises ValueError if the plan times it otherwise."""
+    tensors = inputs.shape.body.layers[0]
+    if any(is_stacked(t) or t.kind in ("experts", "states") for t in tensors):
+        raise ValueError("the page knows dense layers with attention: choose another model")
+    e, rows, shape = inputs.element_bytes, inputs.tokens, inputs.shape
+    forward = layer_passes(inputs, 0, machine).forward
+    found: list[Kernel] = []
+    for tensor in (t for t in tensors if len(t.shape) == 2):
+        columns, depth = tensor.shape
+        name = f"{tensor.name.removesuffix('.weight').rpartition('.')[2]} {columns:,} x {depth:,}"
+        moved = e * (rows * columns + rows * depth + columns * depth)
+        seconds = product_seconds(rows, columns, depth, e, machine)
+        found.append(Kernel(name, 2.0 * rows * columns * depth, moved, seconds))
+    moved = 2 * e * (shape.q_size + shape.kv_size) * rows
+    found.append(Kernel("attention", attention_flops(inputs, 0), moved, forward.attention))
+    through = forward.elements * machine.memory_rate
+    return [*found, Kernel("elementwise", through / (2 * e), through, forward.elements)]
 
 
 def figures(values: Values) -> list[Figure]:
@@ -46,26 +62,19 @@ def figures(values: Values) -> list[Figure]:
     each = kernels(inputs, machine)
     peak, rate = machine.peak_flops, machine.memory_rate
     low, high = 0.05, max(4 * ridge(machine), *(2 * kernel.intensity for kernel in each))
-    total = sum(kernel.seconds for kernel in each)
-    flops = sum(kernel.flops for kernel in each)
+    total, flops = (sum(getattr(kernel, of) for kernel in each) for of in ("seconds", "flops"))
     roof = [(at, min(peak, at * rate) / 1e12) for at in (low, ridge(machine), high)]
-    dots = [
-        line(
-            kernel.name,
-            [(kernel.intensity, kernel.flops / kernel.seconds / 1e12)],
-            _KINDS[kernel.kind],
-            "dots",
-            names=[(kernel.name.split(" ")[0], "right" if place % 2 else "left")],
-        )
-        for place, kernel in enumerate(each)
-    ]
+    short = [kernel.name.split(" ")[0] for kernel in each]
+    dots, rows = [], []
+    for place, (name, kernel) in enumerate(zip(short, each, strict=True)):
+        at = (kernel.intensity, kernel.flops / kernel.seconds / 1e12)
+        side = "right" if place % 2 else "left"
+        dots.append(line(kernel.name, [at], style="dots", names=[(name, side)]))
+        sizes = (f"{kernel.flops:.3g}", f"{kernel.bytes:.3g}", f"{kernel.intensity:,.1f}")
+        rows.append((kernel.name, *sizes, f"{kernel.seconds * 1e6:,.1f}", kernel.bound(machine)))
     return [
         numbers(
-            (
-                "A layer, forward",
-                f"{total * 1e3:,.3f} ms",
-                "of a micro-batch, launches not counted",
-            ),
+            ("A layer, forward", f"{total * 1e3:,.3f} ms", "a micro-batch, without launches"),
             ("Reached", f"{flops / total / peak:.0%}", f"of {peak / 1e12:,.0f} TFLOP/s"),
             ("Ridge", f"{ridge(machine):,.0f}", "operations per byte; below it, memory limits"),
             ("Memory", f"{rate / 1e9:,.0f} GB/s", "that elementwise kernels reach"),
@@ -83,69 +92,23 @@ def figures(values: Values) -> list[Figure]:
         Bars(
             "Time of each kernel",
             "microseconds",
-            [kernel.name.split(" ")[0] for kernel in each],
-            {
-                kind: [kernel.seconds * 1e6 * (kernel.kind == kind) for kernel in each]
-                for kind in _KINDS
-            },
-            _KINDS,
+            short,
+            {"time": [kernel.seconds * 1e6 for kernel in each]},
             height=280,
         ),
         Table(
             "The kernels",
             "kernel|operations|bytes|operations per byte|microseconds|limited by",
-            [
-                (
-                    *(kernel.name, f"{kernel.flops:.3g}", f"{kernel.bytes:.3g}"),
-                    *(f"{kernel.intensity:,.1f}", f"{kernel.seconds * 1e6:,.1f}"),
-                    kernel.bound(machine),
-                )
-                for kernel in each
-            ],
+            rows,
         ),
     ]
-
-
-def ridge(machine: Machine) -> float:
-    """Return the operations per byte from which computation limits a kernel."""
-    return machine.peak_flops / machine.memory_rate
-
-
-def kernels(inputs: Inputs, machine: Machine) -> list[Kernel]:
-    """Return the kernels of the first layer. Raises ValueError if the plan times it otherwise."""
-    tensors = inputs.shape.body.layers[0]
-    if any(is_stacked(t) or t.kind in ("experts", "states") for t in tensors):
-        raise ValueError("the page knows dense layers with attention: choose another model")
-    e, rows, shape = inputs.element_bytes, inputs.tokens, inputs.shape
-    forward, found = layer_passes(inputs, 0, machine).forward, []
-    for tensor in (t for t in tensors if len(t.shape) == 2):
-        columns, depth = tensor.shape
-        name = tensor.name.removesuffix(".weight").rpartition(".")[2]
-        found.append(
-            Kernel(
-                *(f"{name} {columns:,} x {depth:,}", "product", 2.0 * rows * columns * depth),
-                e * (rows * columns + rows * depth + columns * depth),
-                product_seconds(rows, columns, depth, e, machine),
-            )
-        )
-    moved = 2 * e * (shape.q_size + shape.kv_size) * rows
-    attention = Kernel(
-        "attention", "attention", attention_flops(inputs, 0), moved, forward.attention
-    )
-    through = forward.elements * machine.memory_rate
-    elementwise = Kernel("elementwise", "elementwise", through / (2 * e), through, forward.elements)
-    return [*found, attention, elementwise]
 
 
 PAGE = Page(
     "kernels",
     (
         Choice("model", "Model", plans.MODELS, "llama-3-8b"),
-        plans.GPU,
-        plans.SEQ_LEN,
-        plans.CONTEXT,
-        plans.MICRO_BATCH,
-        plans.PRECISION,
+        *(plans.GPU, plans.SEQ_LEN, plans.CONTEXT, plans.MICRO_BATCH, plans.PRECISION),
     ),
     figures,
 )
