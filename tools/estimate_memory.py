@@ -31,7 +31,7 @@ from harness.plan.make import takes
 from harness.plan.memory import Untraceable, traced_inputs
 from harness.plan.plan import NOT_TRAINED, Plan
 from harness.terminal import columns, command_parser, say
-from tools.figure import titles, write_plot
+from tools.figure import plot_problems, titles, write_plot
 from tools.memory.sweep import read_sweep, sweep, sweep_text
 from tools.memory.text import describe
 from tools.plan_args import add_plan_arguments, assumed_batch, plan_of
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
     """Run the command: argv -> text or JSON on standard output -> exit code."""
     args = make_parser().parse_intermixed_args(argv)
     try:
-        plan = plan_of(args, estimating=True)
+        plan = plan_of(args, estimating=True, problems=plot_problems(args.plot))
         memory = _estimate(plan)
         points = sweep(memory, read_sweep(args.sweep))
     except ValueError as error:
@@ -147,6 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
     host = "Host memory per node in GiB, for a verdict on it."
     add("--host-memory", type=float, metavar="GIB", help=host)
     add("--json", action="store_true", help="Print machine-readable JSON, sizes in GiB.")
+    add("--plot", type=Path, metavar="FILE.svg|.png", help="Also draw the result.")
     ranges = "Estimate a range of micro_batch, seq_len or gpus, or of several."
     add("--sweep", nargs="+", default=[], metavar="NAME=FROM..TO", help=ranges)
     traced = "Also run the model's own class on fake tensors and print what it saves."

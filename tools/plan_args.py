@@ -1,7 +1,7 @@
 """Command-line arguments shared by tools that plan runs for other machines."""
 
 import argparse
-from pathlib import Path
+from collections.abc import Iterable
 
 from harness.config.ds_json import PREFIX, load_ds_json
 from harness.errors import ConfigError
@@ -11,7 +11,6 @@ from harness.plan.command import DEFAULT_DS_JSON, Command, plan_from
 from harness.plan.machine import cluster
 from harness.plan.parallelism import num_stages
 from harness.plan.plan import Plan
-from tools.figure import plot_problems
 
 # Flag -> the config key that it sets.
 ALIASES = {
@@ -26,7 +25,7 @@ _BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_a
 
 
 def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments for model, config files, machines, batch, --plot and key=value."""
+    """Add the arguments for model, config files, machines, batch, and key=value."""
     add = parser.add_argument
     add("--model", help="Preset, config.json, folder or hub id.")
     add_config_arguments(parser)
@@ -36,7 +35,6 @@ def add_plan_arguments(parser: argparse.ArgumentParser) -> None:
     filling = "Micro-batches per step (default: 1; 4 per pipeline stage)."
     add("--accumulation", help=filling)
     add("--checkpointing", help="Layers to recompute: none, selective, full, or every N-th.")
-    add("--plot", type=Path, metavar="FILE.svg|.png", help="Also draw the result.")
 
 
 def add_config_arguments(parser: argparse.ArgumentParser) -> None:
@@ -75,19 +73,20 @@ def _imported_as(package: str) -> str:
     return "fla" if name == "flash_linear_attention" else name
 
 
-def plan_of(args: argparse.Namespace, estimating: bool = False) -> Plan:
+def plan_of(
+    args: argparse.Namespace, estimating: bool = False, problems: Iterable[str] = ()
+) -> Plan:
     """Return the plan that train.py would make on those machines; `estimating` as in make_plan.
 
-    Raises one ConfigError with all problems.
+    Raises one ConfigError with all problems, and with `problems` of other arguments.
     """
-    problems: list[str] = []
+    found = [*problems]
     try:
         world = world_of(args)
     except ConfigError as error:
-        problems += error.problems
-    problems += plot_problems(args.plot)
-    if problems:
-        raise ConfigError(problems)
+        found += error.problems
+    if found:
+        raise ConfigError(found)
     assignments = (*_given(args), *(f"{k}={v}" for k, v in assumed_batch(args).items()))
     command = Command(
         deepspeed_path=args.deepspeed, config_path=args.config, assignments=assignments

@@ -2,10 +2,10 @@
 
     python tools/show_layout.py --model llama-3-8b --deepspeed ds_configs/pipeline4.json --gpus 16
     python tools/show_layout.py --model gpt2-124m --gpus 8 ds.pipeline.stages=4 \\
-        ds.pipeline.partition=memory --accumulation 16 --plot schedule.svg
+        ds.pipeline.partition=memory --accumulation 16
 
-The numbers come from the plan that train.py would make from the same arguments. Exit code 0, or
-2 for arguments that cannot be planned. Needs neither a GPU nor torch.
+The numbers come from the plan that train.py would make from the same arguments; tools/studio.py
+draws the same. Exit code 0, or 2 for arguments that cannot be planned. Needs neither GPU nor torch.
 """
 
 import argparse
@@ -17,8 +17,6 @@ sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ExitCode
 from harness.terminal import HelpFormatter, columns, say
-from tools.figure import write_plot
-from tools.layout import plot
 from tools.layout.text import describe
 from tools.plan_args import add_plan_arguments, plan_of
 
@@ -35,9 +33,6 @@ def main(argv: list[str]) -> int:
         say(f"cannot show: {error}", sys.stderr)
         return int(ExitCode.BAD_CONFIG)
     say(text)
-    if args.plot:
-        drawn = plot.zero_drawn if plan.stages is None else plot.pipeline_drawn
-        write_plot(args.plot, drawn(plan))
     return int(ExitCode.DONE)
 
 

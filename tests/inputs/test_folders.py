@@ -106,17 +106,6 @@ def test_valid_inputs_are_accepted(fresh: Any, use: str) -> None:
     assert _use(use) == 0
 
 
-@GATE
-@each_use
-def test_a_file_that_is_no_regular_file_ends_cleanly(fresh: Any, use: str) -> None:
-    others = [kind for kind in values.NO_FILES if kind != "a pipe"]
-    for number, file in enumerate(_files_of(use)):
-        for kind in ("a pipe", others[number % len(others)]):
-            fresh()
-            values.replace(file, kind)
-            _use(use, f"{file} is {kind}")
-
-
 def _sign() -> None:
     """Write manifests that match their files and themselves, as only their writer could."""
     for path in Path("run/checkpoints").glob("*/manifest.json"):
@@ -370,7 +359,6 @@ _READERS: dict[str, tuple[Callable[[Path], object], bytes]] = {
     "status.json": (read_object, b'{"step": 2, "state": "running"}'),
     "metrics.jsonl": (lambda path: [*read_lines(path, "step")], b'{"step": 1, "loss": 2}\n' * 3),
 }
-_READABLE = ("missing", "a link to nowhere", "a link to a secret")
 
 
 @MANY
@@ -389,14 +377,6 @@ def test_a_spoiled_file_is_read_or_refused(name: str, count: int, tmp_path: Path
     for data in (b"", *values.RAW):
         test(data)
     each(count, values.spoiled(content, path.suffix), test)
-
-
-@pytest.mark.parametrize("kind", [kind for kind in values.NO_FILES if kind not in _READABLE])
-@pytest.mark.parametrize("name", _READERS)
-def test_a_reader_refuses_what_is_no_regular_file(name: str, kind: str, place: Path) -> None:
-    values.replace(Path(name), kind)
-    with pytest.raises((Unusable, ConfigError, OSError)):
-        _READERS[name][0](Path(name))
 
 
 @pytest.mark.parametrize("value", [True, 1.5, "1", None, -1, 2**63, [], {}, float("nan")])

@@ -51,23 +51,6 @@ def test_a_run_is_shown_with_its_targets(runs: Path) -> None:
     targets = ("loss falls", "norm stable", "entropy moderate")
     assert [number(shown, f"Target: {name}") for name in targets] == ["yes"] * 3
     assert sum(isinstance(figure, Chart) for figure in shown) == 3, "short on a phone"
-    shown = figures_of("runs", curves="all")
-    (memory,) = (f for f in shown if isinstance(f, Chart) and f.title.startswith("Memory"))
-    assert memory.limits == [("predicted 2.5", 2.5)]
-
-
-def test_two_runs_are_compared(runs: Path) -> None:
-    write_run(runs / "first")
-    write_run(runs / "second", loss=6.0)
-    shown = figures_of("runs", run="first", beside="second")
-    (loss,) = (f for f in shown if isinstance(f, Chart) and f.name == "loss")
-    assert [curve.label for curve in loss.curves] == ["first", "second"]
-    plan = json.loads((runs / "second/plan.json").read_text())
-    plan["run"]["model"]["name"] = "gpt2-124m"
-    (runs / "second/plan.json").write_text(json.dumps(plan))
-    shown = figures_of("runs", run="first", beside="second")
-    (table,) = (f for f in shown if isinstance(f, Table) and f.title.startswith("What differs"))
-    assert list(table.rows) == [("model.name", "tiny", "gpt2-124m")]
 
 
 def test_trials_below_a_sweep_are_runs(runs: Path) -> None:
@@ -192,7 +175,7 @@ def test_a_script_in_a_name_is_not_executed(studio: Studio, browser: Browser) ->
     assert tab.evaluate("window.hacked") is None
     assert tab.errors == []
     tab.close()
-    for path in ("/runs?run=../../etc", "/runs?run=%2e%2e%2f%2e%2e%2fetc", "/runs?beside=/etc"):
+    for path in ("/runs?run=../../etc", "/runs?run=%2e%2e%2f%2e%2e%2fetc"):
         status, _, body = ask(studio.port, path)
         assert (status, "root:x:" in body) == (200, False)
         assert not re.search(r"<img src=x", body)

@@ -1,16 +1,14 @@
-"""Plots estimates: bars per phase and ZeRO stage, peaks at other sizes, sweeps as heat maps."""
+"""Plots estimates: bars per phase and ZeRO stage, and sweeps as heat maps."""
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from harness.estimate.fit import with_micro_batch, with_stage
-from harness.estimate.inputs import Inputs
+from harness.estimate.fit import with_stage
 from harness.estimate.memory_item import GIB, PHASES
 from harness.estimate.timeline import Estimate, estimate_memory
 from harness.report.charts import grouped
-from harness.report.palette import COMPONENTS, INK, MUTED, SERIES, VERDICTS
+from harness.report.palette import COMPONENTS, INK, MUTED, VERDICTS
 from tools.figure import limit_line, new_figure
 from tools.memory.sweep import Point
 
@@ -24,7 +22,6 @@ _PHASES = {
     "gradients_ready": "gradients ready",
     "between_steps": "between steps",
 }
-_BLUE, _ORANGE = (colour.light for colour in SERIES[:2])
 _NAMES = {
     "micro_batch": "samples in a micro-batch",
     "seq_len": "tokens in a sample",
@@ -35,17 +32,12 @@ _COLOURS = {
     "tight": (VERDICTS["warning"].light, 0.28),
     "does not fit": (VERDICTS["bad"].light, 0.22),
 }
-_POINTS = 7  # each is twice the previous one
-_SHORTEST = 512  # tokens
-
-Curve = list[tuple[int, int]]  # (micro-batch or tokens, bytes at the peak)
 
 
 def estimate_drawn(estimate: Estimate, title: str, subtitle: str) -> Figure:
     """Return the figure of an estimate, sizes in GiB."""
-    figure = new_figure(11.5, 8.2, title, subtitle)
-    upper, lower = figure.subfigures(2, 1, height_ratios=(3, 2))
-    phases, stages = upper.subplots(1, 2, width_ratios=(7, 2))
+    figure = new_figure(11.5, 5, title, subtitle)
+    phases, stages = figure.subplots(1, 2, width_ratios=(7, 2))
     worst = estimate.worst
     _bars(phases, {_PHASES.get(name, name): worst.phase(name) for name in PHASES})
     phases.set_title(f"Rank {worst.rank}, phase by phase")
@@ -59,10 +51,6 @@ def estimate_drawn(estimate: Estimate, title: str, subtitle: str) -> Figure:
         _device_line(axis, estimate.device_bytes, at_end=axis is stages)
         axis.set_ylabel("GiB")
     phases.legend(loc="upper right", ncols=len(COMPONENTS), fontsize=8, columnspacing=1.2)
-    left, right = lower.subplots(1, 2)
-    run, device = estimate.inputs, estimate.device_bytes
-    _curve(left, "samples in a micro-batch", by_micro_batch(estimate), run.micro_batch, device)
-    _curve(right, "tokens in a sample", by_seq_len(estimate), run.seq_len, device)
     return figure
 
 
@@ -90,54 +78,10 @@ def _bars(axis: Axes, sizes: dict[str, dict[str, int]]) -> None:
     axis.set_ylim(0, max(bottoms) * 1.22)
 
 
-def _curve(axis: Axes, title: str, curve: Curve, chosen: int, device_bytes: int | None) -> None:
-    if device_bytes:  # hide points above twice the device's memory, except the run's own
-        curve = [(n, size) for n, size in curve if size <= 2 * device_bytes or n == chosen]
-    labels, sizes = [f"{n:,}" for n, _ in curve], [size / GIB for _, size in curve]
-    axis.plot(labels, sizes, marker="o", color=_BLUE)
-    own = [n for n, _ in curve].index(chosen)
-    axis.plot(labels[own], sizes[own], marker="o", ms=9, color=_ORANGE)
-    for place, (label, size) in enumerate(zip(labels, sizes, strict=True)):
-        text = axis.annotate(
-            f"{size:.1f}",
-            (label, size),
-            (-4, 7),
-            textcoords="offset points",
-            ha="right" if place else "center",
-            color=_ORANGE if place == own else MUTED.light,
-            weight="bold" if place == own else "normal",
-        )
-        text.set_in_layout(False)
-    _device_line(axis, device_bytes)
-    axis.set(ylabel="GiB", xlabel="each twice the one before; orange: this run")
-    axis.set_title(f"Peak against {title}")
-    axis.set_ylim(0, max(sizes) * 1.18)
-    axis.margins(x=0.08)
-
-
 def _device_line(axis: Axes, device_bytes: int | None, at_end: bool = False) -> None:
     if device_bytes:
         label = f"{device_bytes / GIB:,.0f} GiB of the GPU"
         limit_line(axis, device_bytes / GIB, label, at_end)
-
-
-def by_micro_batch(estimate: Estimate) -> Curve:
-    """Return the peaks for micro-batches of 1, 2, 4, ... samples and for the run's own."""
-    inputs = estimate.inputs
-    values = {2**power for power in range(_POINTS)} | {inputs.micro_batch}
-    return [(n, _peak(with_micro_batch(inputs, n))) for n in sorted(values)]
-
-
-def by_seq_len(estimate: Estimate) -> Curve:
-    """Return the peaks for 512, 1,024, ... tokens and for the run's own length."""
-    inputs = estimate.inputs
-    values = {_SHORTEST * 2**power for power in range(_POINTS)} | {inputs.seq_len}
-    whole = (n for n in sorted(values) if n % inputs.grid.sequence == 0)
-    return [(n, _peak(replace(inputs, seq_len=n))) for n in whole]
-
-
-def _peak(inputs: Inputs) -> int:
-    return estimate_memory(inputs).worst.peak
 
 
 def sweep_drawn(points: list[Point], title: str, subtitle: str) -> Figure:

@@ -26,8 +26,6 @@ _TOKENS, _BOX = (
 )  # of the picture: tokens, which are also the size of a head; side of a cell
 _SIZES = {"window": 8, "global": 1, "features": 2, "buckets": 4}
 """Sizes of the picture, whose text is short."""
-_FEATURES = 64
-"""Features of performer there: its noise falls with their number."""
 
 
 def figures(values: Values) -> list[Figure]:
@@ -116,7 +114,8 @@ def weights_of(kind: str) -> torch.Tensor:
         attended = torch.nn.functional.scaled_dot_product_attention
         return attended(query, key, value, is_causal=True)[0, 0]
     sizes = {name: _SIZES[name] for name in ATTENTIONS[kind].sizes}
-    sizes |= {"features": _FEATURES} if kind == "performer" else {}
+    if kind == "performer":
+        sizes["features"] = 64  # its noise falls with their number
     output, _ = attend(kind, sizes, 0, torch.nn.Identity(), query, key, value, None)
     return output[0, :, 0]
 

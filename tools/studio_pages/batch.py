@@ -8,7 +8,7 @@ import torch
 
 from harness.report.chart import Mark, line, lines
 from tools.studio_app import small
-from tools.studio_app.figures import Figure, Table, numbers
+from tools.studio_app.figures import Figure, numbers
 from tools.studio_app.page import Page, Slider, Values, powers_of_two
 
 _STEPS, _PARTS, _SAMPLES = 60, 4, 2  # a batch: 4 micro-batches of 2 samples
@@ -32,17 +32,13 @@ def figures(values: Values) -> list[Figure]:
     scales = noise_scales(trained())
     now, batch = scales[values["step"] - 1], values["batch"]
     steps, tokens = price(batch, now)
-    half, most = price(now, now)
     loss = trained()[values["step"] - 1].loss
-    mark = [Mark({"x": batch}, "var(--ink)", "chosen batch", True)]
-    mark += [Mark({"x": now}, "var(--good)", "noise scale", True)]
-    rows = [(f"{b:,}", *(f"{part:.2f} x" for part in price(b, now))) for b in _BATCHES[::2]]
+    marks = (("chosen batch", batch, "ink"), ("noise scale", now, "good"))
     return [
         numbers(
             ("Noise scale", f"{now:,.0f} tokens", f"after step {values['step']}, loss {loss:.2f}"),
             ("Steps", f"{steps:.2f} x", "those of an infinite batch"),
             ("Tokens", f"{tokens:.2f} x", "those of a batch of one token"),
-            ("At the noise scale", f"{half:.0f} x and {most:.0f} x", "both within twice the least"),
         ),
         lines(
             "Steps and tokens to the same loss, relative to the fewest possible",
@@ -53,7 +49,7 @@ def figures(values: Values) -> list[Figure]:
             "tokens in a batch",
             log_x=True,
             log_y=True,
-            marks=mark,
+            marks=[Mark({"x": at}, f"var(--{colour})", name, True) for name, at, colour in marks],
             height=360,
         ),
         lines(
@@ -64,7 +60,6 @@ def figures(values: Values) -> list[Figure]:
             log_y=True,
             height=280,
         ),
-        Table("The price of a batch", "tokens in a batch|steps|tokens in all", rows),
     ]
 
 

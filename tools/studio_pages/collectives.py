@@ -143,7 +143,7 @@ def figures(values: Values) -> list[Figure]:
             ("Sent so far", f"{sent(rounds[:now], ranks) * mib / ranks:,.1f} MiB", of_rank),
             ("Sent in the end", f"{sent(rounds, ranks) / ranks:.2f} x", of_rank),
             (f"On {gpus:,} GPUs", f"{seconds(name, gpus) * 1e3:,.3f} ms", "8 in a node"),
-            ("Used for", COLLECTIVES[name].use),
+            ("Used for", "", COLLECTIVES[name].use),
         ),
         Drawing(
             title,

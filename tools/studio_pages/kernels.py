@@ -11,6 +11,8 @@ from tools.studio_app import plans
 from tools.studio_app.figures import Bars, Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Values
 
+_COLOURS = {"attention": "series-8", "elementwise": "ink"}
+
 
 class Kernel(NamedTuple):
     """A kernel, or all elementwise ones, of a layer's forward pass of a micro-batch."""
@@ -66,10 +68,9 @@ def figures(values: Values) -> list[Figure]:
     roof = [(at, min(peak, at * rate) / 1e12) for at in (low, ridge(machine), high)]
     short = [kernel.name.split(" ")[0] for kernel in each]
     dots, rows = [], []
-    for place, (name, kernel) in enumerate(zip(short, each, strict=True)):
+    for kernel in each:
         at = (kernel.intensity, kernel.flops / kernel.seconds / 1e12)
-        side = "right" if place % 2 else "left"
-        dots.append(line(kernel.name, [at], style="dots", names=[(name, side)]))
+        dots.append(line(kernel.name, [at], _COLOURS.get(kernel.name, ""), "dots"))
         sizes = (f"{kernel.flops:.3g}", f"{kernel.bytes:.3g}", f"{kernel.intensity:,.1f}")
         rows.append((kernel.name, *sizes, f"{kernel.seconds * 1e6:,.1f}", kernel.bound(machine)))
     return [

@@ -23,8 +23,6 @@ def figures(values: Values) -> list[Figure]:
     grads = gradients() * values["tokens"]
     rows = [_kept(name, grads, scale) for name in _DTYPES]
     _, bf16, fp16 = rows
-    finest = torch.finfo(torch.float16)
-    ends_at = f"2^{math.log2(finest.smallest_normal) - 10:.0f}"
     return [
         numbers(
             ("Gradients", f"{grads.numel():,}", "elements that are not 0 in fp32"),
@@ -44,10 +42,6 @@ def figures(values: Values) -> list[Figure]:
             "The formats",
             "format|bits: exponent, fraction|largest|smallest normal|smallest|step at 1",
             [_described(name) for name in _DTYPES],
-        ),
-        numbers(
-            ("fp16 ends at", ends_at, "half of it and less: 0"),
-            ("and at", f"{finest.max:,.0f}", "above: infinite"),
         ),
     ]
 

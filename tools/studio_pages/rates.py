@@ -27,11 +27,10 @@ def figures(values: Values) -> list[Figure]:
         Mark({"x": found.suggested}, "var(--good)", "suggested", True),
         Mark({"x": found.lowest}, "var(--bad)", "lowest loss", True),
     ]
-    tried = {}
-    for times in _TRIED:
-        rate = found.suggested * times
-        losses = smoothed(trained(name, (rate,) * _TRIED_STEPS, batch))
-        tried[f"{rate:.2g}" if times != 1 else f"{rate:.2g}, suggested"] = losses
+    rates = [found.suggested * times for times in _TRIED]
+    tried = {
+        f"{rate:.2g}": smoothed(trained(name, (rate,) * _TRIED_STEPS, batch)) for rate in rates
+    }
     return [
         numbers(
             ("Suggested", f"{found.suggested:.2g}", "the smoothed loss falls fastest"),

@@ -1,4 +1,4 @@
-"""Runs: a list of all, one that may be running, a second for comparison, events and logs."""
+"""Runs: a list of all, and one that may be running, with its targets, events and logs."""
 
 import math
 import statistics
@@ -7,9 +7,8 @@ from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
-from harness.report.chart import AXES, Chart
+from harness.report.chart import AXES
 from harness.report.charts import charts
-from harness.report.compare import differences
 from harness.report.events import text_of
 from harness.report.formatting import moment
 from harness.report.run_record import unix_time
@@ -17,8 +16,7 @@ from tools.studio_app.figures import Code, Figure, Note, Table, Verdict, numbers
 from tools.studio_app.page import Choice, Page, Values
 from tools.studio_app.runs import Run, logs, names, read_run
 
-_NEWEST, _NONE = "(the newest)", "(none)"
-_X = {"steps": "step", "tokens": "tokens", "hours": "hours"}
+_NEWEST = "(the newest)"
 _MOST_LISTED, _MOST_EVENTS = 60, 80
 _WINDOW = 40  # logged steps
 _COLOURS: dict[str, Verdict] = {
@@ -28,8 +26,7 @@ _COLOURS: dict[str, Verdict] = {
     "failed": "bad",
     "diverged": "bad",
 }
-_MAIN, _EVERY = "the main ones", "all"
-_MAIN_CHARTS = ("loss", "held-out", "grad-norm", "tokens-per-s")
+_CHARTS = ("loss", "held-out", "grad-norm", "tokens-per-s")
 
 
 def figures(values: Values) -> list[Figure]:
@@ -39,8 +36,6 @@ def figures(values: Values) -> list[Figure]:
         return [Note("There are no runs yet: train.py writes them into the folder of --runs.")]
     run = read_run(values["run"] if values["run"] in listed else listed[0])
     assert run is not None, "it is listed"
-    other = read_run(values["beside"]) if values["beside"] in listed else None
-    shown = [run] if other is None or other.name == run.name else [run, other]
     return [
         numbers(*_state(run), *targets(run)),
         *(Note(f"{run.name}: {problem}", "warning") for problem in run.records.problems),
@@ -48,23 +43,15 @@ def figures(values: Values) -> list[Figure]:
             *(f"{run.name}, whole", "", [("The report: memory, time, samples, plan, advice",)]),
             [f"/report?run={quote(run.name, safe='')}"],
         ),
-        *_charts(shown, _X[values["x"]], values["curves"] == _MAIN),
-        *([_differences(*shown)] if len(shown) > 1 else []),
+        *(
+            replace(chart, axes={"step": AXES["step"]}, is_wide=False, height=260)
+            for chart in charts([run.records])
+            if chart.name in _CHARTS and any(curve.y for curve in chart.curves)
+        ),
         _events(run),
         *(Code(f"{run.name}/{name}, its end", text) for name, text in logs(run.name)),
         _list(listed[:_MOST_LISTED]),
     ]
-
-
-def _charts(runs: list[Run], axis: str, main: bool) -> list[Chart]:
-    """Return the charts of the runs' report, over one kind of x axis."""
-    chosen = charts([run.records for run in runs])
-    return [
-        replace(chart, axes={axis: AXES[axis]} if axis in chart.axes else chart.axes, is_wide=False,
-                has_legend=chart.has_legend or len(runs) > 1, height=260)
-        for chart in chosen
-        if any(curve.y for curve in chart.curves) and (not main or chart.name in _MAIN_CHARTS)
-    ]  # fmt: skip
 
 
 def _state(run: Run) -> list[tuple[Any, ...]]:
@@ -145,12 +132,6 @@ def _events(run: Run) -> Table:
     return Table(title, "kind|time|step|what", rows, links)
 
 
-def _differences(one: Run, other: Run) -> Table:
-    rows = [(key, *values) for key, values in differences([one.records, other.records])]
-    head = ["key", one.name, other.name]
-    return Table("What differs between the two", head, rows or [("nothing", "", "")])
-
-
 def _list(listed: list[str]) -> Table:
     runs = [run for name in listed if (run := read_run(name))]  # some may be removed meanwhile
     rows, links = [], [f"/runs?run={quote(run.name, safe='')}" for run in runs]
@@ -169,13 +150,5 @@ def _text(value: float | None) -> str:
 
 
 PAGE = Page(
-    "runs",
-    (
-        Choice("run", "Run", lambda: [_NEWEST, *names()], _NEWEST),
-        Choice("beside", "Beside it", lambda: [_NONE, *names()], _NONE),
-        Choice("x", "Against", tuple(_X), "steps"),
-        Choice("curves", "Curves", (_MAIN, _EVERY), _MAIN),
-    ),
-    figures,
-    every_s=5,
+    "runs", (Choice("run", "Run", lambda: [_NEWEST, *names()], _NEWEST),), figures, every_s=5
 )
