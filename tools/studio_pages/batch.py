@@ -33,7 +33,7 @@ def figures(values: Values) -> list[Figure]:
     now, batch = scales[values["step"] - 1], values["batch"]
     steps, tokens = price(batch, now)
     loss = trained()[values["step"] - 1].loss
-    marks = (("chosen batch", batch, "ink"), ("noise scale", now, "good"))
+    marks = [Mark({"x": batch}, "var(--ink)", "this batch"), Mark({"x": now}, "var(--good)", "")]
     return [
         numbers(
             ("Noise scale", f"{now:,.0f} tokens", f"after step {values['step']}, loss {loss:.2f}"),
@@ -41,15 +41,16 @@ def figures(values: Values) -> list[Figure]:
             ("Tokens", f"{tokens:.2f} x", "those of a batch of one token"),
         ),
         lines(
-            "Steps and tokens to the same loss, relative to the fewest possible",
+            "Steps and tokens to the same loss; green: the noise scale, black: this batch",
             [
                 line(name, [(b, price(b, now)[place]) for b in _BATCHES])
                 for place, name in enumerate(("steps (time)", "tokens (cost)"))
             ],
             "tokens in a batch",
+            "x the fewest",
             log_x=True,
             log_y=True,
-            marks=[Mark({"x": at}, f"var(--{colour})", name, True) for name, at, colour in marks],
+            marks=marks,
             height=360,
         ),
         lines(

@@ -1,5 +1,6 @@
 """Roofline: the kernels of a layer's forward pass on a GPU, and what limits each."""
 
+from math import ceil, log10
 from typing import NamedTuple
 
 from harness.estimate.inputs import Inputs
@@ -63,7 +64,8 @@ def figures(values: Values) -> list[Figure]:
     machine = machine_of(values["gpu"], plans.PER_NODE, inputs.products)
     each = kernels(inputs, machine)
     peak, rate = machine.peak_flops, machine.memory_rate
-    low, high = 0.05, max(4 * ridge(machine), *(2 * kernel.intensity for kernel in each))
+    most = max(ridge(machine), *(kernel.intensity for kernel in each))
+    low, high = 0.1, 10.0 ** ceil(log10(most))
     total, flops = (sum(getattr(kernel, of) for kernel in each) for of in ("seconds", "flops"))
     roof = [(at, min(peak, at * rate) / 1e12) for at in (low, ridge(machine), high)]
     short = [kernel.name.split(" ")[0] for kernel in each]
