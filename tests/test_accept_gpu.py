@@ -16,7 +16,6 @@ import torch
 
 from harness.engine import build as building
 from harness.engine import processes
-from harness.launch.ranks import ON_CPU, python_path
 from harness.layout.world import World
 from tests.gates import check_parity
 from tests.gates.cells import memory_cases, parity_cells
@@ -33,7 +32,7 @@ from tools.acceptance.attention import _equal
 from tools.acceptance.bench import Bench, Failed, Skipped
 from tools.acceptance.measured import MOST, RUN_AHEAD
 from tools.acceptance.parity import cell_of
-from tools.acceptance.report import Check, Result, as_json, code, table
+from tools.acceptance.report import Check, Result, as_json, code
 from tools.speed.cases import Case
 
 CELL = ("llama", "zero1", "bf16")
@@ -130,11 +129,6 @@ def test_deepspeed_gets_the_visible_gpus(
     else:
         with pytest.raises(Skipped, match="by number, not as GPU-01ab"):
             on_machine._by_deepspeed(bench)
-
-
-@pytest.mark.parametrize("before", [None, ""])
-def test_no_empty_entry_is_added_to_pythonpath(before: str | None) -> None:
-    assert python_path(before) == str(REPOSITORY)
 
 
 def test_steps_find_packages_of_pythonpath(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,26 +325,6 @@ def test_rungs_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.Monk
     assert tried[5][1]["ds.timers.throughput.enabled"] == "true"
     assert "ds.timers.throughput.enabled" not in tried[6][1]  # which is not kept
     assert tried[6][2] == {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
-
-
-def test_acceptance_table_wraps_long_text() -> None:
-    text = "a figure of many words " * 30
-    lines = table([Result("step", 1.0, text, checks=(Check("c", "failed", text),))]).splitlines()
-    assert max(map(len, lines)) <= 80
-
-
-@pytest.mark.gate("tools")
-def test_ranks_on_gpus_are_processes_of_their_own(tmp_path: Path) -> None:
-    """Started here on the CPU."""
-    bench = Bench(tmp_path, tmp_path, 1, "cuda")
-    (tmp_path / "met").mkdir()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tools.acceptance.bench.ON_CUDA", ON_CPU)
-        ended = bench.run("tools.acceptance.machine", [str(tmp_path / "met")], "logs")
-    assert ended.codes == [0], ended.output
-    met = json.loads((tmp_path / "met" / "0.json").read_text())
-    assert (met["launcher"], met["gathered"]) == ("torchrun", [0])
-    assert bench._zygote is None
 
 
 @pytest.mark.gate("tools")

@@ -475,20 +475,13 @@ def test_crashed_stage_reports_its_ranks(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.slow("five stages of a job")
-@pytest.mark.parametrize(
-    "is_forked",
-    [True, pytest.param(False, marks=pytest.mark.gate("tools"))],
-    ids=("forked", "real"),
-)
 def test_a_rehearsal_of_zero_3_holds(
-    is_forked: bool,
     tmp_path: Path,
     data: list[str],
     capfd: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if is_forked:
-        monkeypatch.setattr(stages_of_it, "started", forked)
+    monkeypatch.setattr(stages_of_it, "started", forked)
     argv = ["--deepspeed", str(DS_CONFIGS / "zero3.json"), "--gpus=8", "--ranks=2"]
     job = ["model.name=llama-3-8b", "train.global_batch=256", *data]
     code = rehearse.main([*argv, f"--folder={tmp_path}", *job])

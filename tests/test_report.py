@@ -138,6 +138,7 @@ def test_pictures_of_one_run_and_of_several(tmp_path, suffix):
         assert path.stat().st_size > 5_000
     if suffix == "svg":
         assert "8 x H100" in (tmp_path / "0.svg").read_text()
+        assert ">lr 0.0003" in (tmp_path / "2.svg").read_text()  # a and b are one setting
 
 
 @needs_browser

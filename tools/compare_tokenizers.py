@@ -1,6 +1,6 @@
 """Compare tokenizers on the same texts: tokens, bytes per token, unknowns, by language and code.
 
-    python tools/compare_tokenizers.py my-tokenizer my-bpe --data corpus.jsonl --plot tokenizers.svg
+    python tools/compare_tokenizers.py my-tokenizer my-bpe --data corpus.jsonl
     python tools/compare_tokenizers.py A B C --data en=wiki.jsonl --data code=src/ --by data --json
 
 A tokenizer is a Hugging Face folder or hub id. --data is a path as for data.path, optionally with a
@@ -25,21 +25,17 @@ from typing import TYPE_CHECKING, Any
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
-from harness.files.paths import option_path
 from harness.terminal import command_parser, say
-from tools.figure import new_figure, plot_problems, write_plot
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
     from tools.tokenizing.measuring import Measured
 
 _MOST_GROUPS = 8
-"""Number of groups in the plot and the table; the largest are shown."""
+"""Number of groups in the table; the largest are shown."""
 
 
 def main(argv: list[str]) -> int:
-    """Run the command: argv -> table on standard output, optional plot -> exit code."""
+    """Run the command: argv -> table on standard output -> exit code."""
     parser, add = command_parser(__doc__)
     add("tokenizers", nargs="+", metavar="TOKENIZER", help="Folders or hub ids.")
     data = "Text to tokenise; may be repeated."
@@ -51,7 +47,6 @@ def main(argv: list[str]) -> int:
     )
     add("--hidden", type=int, default=4096, help="Hidden size of the model (default: %(default)s).")
     add("--most-mb", type=float, default=4.0, help="MB to read from each --data (%(default)s).")
-    add("--plot", type=option_path, metavar="FILE.svg|.png", help="Also draw the comparison.")
     add("--json", action="store_true", help="Print one JSON object.")
     add("--trust-remote-code", action="store_true", help="Run code that comes with the tokenizer.")
     args = parser.parse_args(argv)
@@ -70,8 +65,6 @@ def main(argv: list[str]) -> int:
         )
     else:
         say(as_text(measured, args.hidden))
-    if args.plot:
-        write_plot(args.plot, drawn(measured))
     return int(ExitCode.DONE)
 
 
@@ -80,7 +73,7 @@ def _measured(args: argparse.Namespace) -> list[Measured]:
     from harness.files.corpus import find_corpus
     from harness.files.splits import ALL
 
-    problems = [*plot_problems(args.plot)]
+    problems = []
     for name in ("hidden", "most_mb"):
         if getattr(args, name) <= 0:
             flag = name.replace("_", "-")
@@ -190,41 +183,6 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         cells = (f"{measurement.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
         lines.append(f"{measurement.name:<{width}}  " + "  ".join(cells))
     return "\n".join(lines)
-
-
-def drawn(measured: list[Measured]) -> Figure:
-    """Return a figure of bytes per token and tokens per word by group, with a bar per tokenizer."""
-    from harness.report.palette import SERIES
-
-    groups = ["all", *_groups(measured)]
-    counts = measured[0].all
-    figure = new_figure(
-        max(7.0, 1.1 * len(groups) + 3),
-        5.2,
-        f"{len(measured)} tokenizers on the same {counts.bytes / 1e6:,.1f} MB",
-        f"{counts.texts:,} documents; sequences against {measured[0].name}: "
-        + ", ".join(
-            f"{measurement.name} {-_saved(measurement, measured[0]):+.1%}"
-            for measurement in measured[1:]
-        ),
-    )
-    upper, lower = figure.subplots(2, 1, sharex=True)
-    each = 0.8 / len(measured)
-    for number, measurement in enumerate(measured):
-        places = [place - 0.4 + each * (number + 0.5) for place in range(len(groups))]
-        how = {
-            "color": SERIES[number % len(SERIES)].light,
-            "label": f"{measurement.name} ({measurement.vocab_size:,})",
-        }
-        for axis, key in ((upper, "bytes_per_token"), (lower, "fertility")):
-            values = [getattr(measurement.by_group[name], key) for name in groups]
-            bars = axis.bar(places, values, each * 0.9, **how)
-            axis.bar_label(bars, fmt="%.2f", padding=2, fontsize=7)
-    upper.set_title("Bytes per token (more means shorter sequences)")
-    lower.set_title("Tokens per word (fertility)")
-    lower.set_xticks(range(len(groups)), groups)
-    upper.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize=8)
-    return figure
 
 
 if __name__ == "__main__":

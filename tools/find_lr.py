@@ -18,10 +18,12 @@ import json
 import math
 import os
 import shutil
+import statistics
 import sys
 import tempfile
 from contextlib import closing, redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -41,6 +43,7 @@ if TYPE_CHECKING:
     from harness.plan.plan import Plan
 
 _SMOOTHING = 0.9  # weight of the previous value in a smoothed loss
+_NOISE = 5.0  # times the deviation of one loss: a smaller fall suggests nothing
 GIVE_UP = 1.5
 """Nats above the best smoothed loss, from which it will not recover."""
 
@@ -186,6 +189,13 @@ def judged(rates: list[float], losses: list[float]) -> Found:
         raise ConfigError(
             f"the loss never fell, from the lowest rate on ({rates[0] if rates else 0:.2e}): start "
             "lower (--from), or check whether the run learns at all"
+        )
+    steps = [after - before for before, after in pairwise(losses[: low + 1])]
+    noise = statistics.stdev(steps) / math.sqrt(2)
+    if (fall := smooth[0] - smooth[low]) < _NOISE * noise:
+        raise ConfigError(
+            f"the loss fell by {fall:.2g} nats, which may be noise: go higher (--to), or take a "
+            "larger batch"
         )
     steep = min(range(1, low), key=lambda n: smooth[n + 1] - smooth[n - 1])
     return Found(rates, losses, smooth, suggested=rates[steep], lowest=rates[low])

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import TYPE_CHECKING
@@ -20,12 +21,13 @@ from typing import TYPE_CHECKING
 sys.path[0] = str(Path(__file__).resolve().parents[1])
 
 from harness.errors import ConfigError, ExitCode
-from harness.report.chart import Chart, Curve
+from harness.report.chart import Chart, Curve, colour_of
 from harness.report.charts import charts
-from harness.report.compare import MOST_DRAWN, compare_page_of, ranked, used
+from harness.report.compare import MOST_DRAWN, compare_page_of, named, over_seeds, ranked, used
 from harness.report.formatting import count, short
 from harness.report.page import NAME, described, page_of, write_page
 from harness.report.palette import FAINT, MUTED, SERIES
+from harness.report.repeats import band_of
 from harness.report.run_record import RunRecord, read, runs_in
 from harness.report.verdicts import progress, state
 from harness.terminal import command_parser
@@ -105,7 +107,7 @@ def listed(runs: list[RunRecord], price: float | None) -> str:
 def drawn(runs: list[RunRecord]) -> Figure:
     """Return a figure with a large loss chart, and three small charts below it."""
     runs = ranked(runs)[:MOST_DRAWN]
-    by_name = {chart.name: chart for chart in charts(runs)}
+    by_name = {chart.name: _over_seeds(chart, runs) for chart in charts(runs)}
     figure = new_figure(9.5, 5.6, *_titles(runs))
     upper, lower = figure.subfigures(2, 1, height_ratios=(5, 3))
     loss = upper.subplots(1, 1 if len(runs) == 1 else 2, squeeze=False)[0]
@@ -121,6 +123,19 @@ def drawn(runs: list[RunRecord]) -> Figure:
         else:
             _draw(axis, chart)
     return figure
+
+
+def _over_seeds(chart: Chart, runs: list[RunRecord]) -> Chart:
+    """Return a chart of losses with a mean and a band for runs that differ in their seed alone."""
+    groups = named(over_seeds(runs))
+    if len(groups) == len(runs) or len(chart.curves) != len(runs):
+        return chart
+    curves = list[Curve]()
+    for place, (name, group) in enumerate(groups):
+        of_group = [chart.curves[runs.index(run)] for run in group]
+        points = [[*zip(curve.x["step"], curve.y, strict=True)] for curve in of_group]
+        curves += band_of(points, name, colour_of(place))
+    return replace(chart, curves=curves)
 
 
 def _titles(runs: list[RunRecord]) -> tuple[str, str]:
@@ -167,9 +182,12 @@ def _draw(axis: Axes, chart: Chart) -> None:
 def _draw_curve(axis: Axes, curve: Curve, chart: Chart) -> None:
     place = curve.colour.removeprefix("var(--series-").removesuffix(")")
     colour = SERIES[int(place) - 1].light if place.isdecimal() else MUTED.light
-    faint = curve.style == "faint"
+    faint, xs = curve.style == "faint", next(iter(curve.x.values()))
+    if curve.style == "band":
+        axis.fill(xs, curve.y, color=colour, alpha=0.15, lw=0)
+        return
     axis.plot(
-        curve.x["step"],
+        xs,
         curve.y,
         color=colour,
         lw=0.8 if faint else 1.8,
@@ -183,7 +201,7 @@ def _draw_curve(axis: Axes, curve: Curve, chart: Chart) -> None:
         return
     axis.annotate(
         f"{curve.label} {curve.last}",
-        (curve.x["step"][-1], curve.y[-1]),
+        (xs[-1], curve.y[-1]),
         (6, 0),
         textcoords="offset points",
         color=colour,

@@ -118,14 +118,22 @@ def assign(tree: dict[str, Any], key: str, value: Any) -> None:
     tree[last] = value
 
 
-def assign_all(tree: dict[str, Any], texts: Iterable[str]) -> tuple[dict[str, Any], list[str]]:
-    """Set every `key=value` in a nested dict; return what was set, by key, and the problems."""
+def assign_all(
+    tree: dict[str, Any], texts: Iterable[str], sections: Iterable[str] = ()
+) -> tuple[dict[str, Any], list[str]]:
+    """Set every `key=value` in a nested dict; return what was set, by key, and the problems.
+
+    A table for one of `sections` sets the keys in it, and leaves the section's others.
+    """
     assigned, problems = dict[str, Any](), []
     for text in texts:
         try:
             key, value = parse_assignment(text)
-            assign(tree, key, value)
-            assigned[key] = value
+            of_section = key in sections and isinstance(value, dict)
+            each = {f"{key}.{name}": item for name, item in value.items()} if of_section else {}
+            for name, item in (each or {key: value}).items():
+                assign(tree, name, item)
+                assigned[name] = item
         except ValueError as error:
             problems.append(f"{error} ({COMMAND_LINE})")
     return assigned, problems

@@ -45,7 +45,7 @@ def load_run_config(path: str | Path | None, assignments: Iterable[str] = ()) ->
     except ConfigError as error:
         problems += error.problems
     origins = {key: str(path) for key, _ in flat(tree)}
-    assigned, rejected = assign_all(tree, assignments)
+    assigned, rejected = assign_all(tree, assignments, RunConfig.model_fields)
     if any(key in LENGTHS for key in assigned):
         for key in set(LENGTHS) - set(assigned):
             if isinstance(train := tree.get("train"), dict):

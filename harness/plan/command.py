@@ -17,7 +17,7 @@ from harness.files.paths import REPOSITORY, option_path, script
 from harness.layout.world import World
 from harness.plan.machine import cluster
 from harness.plan.make import make_plan, refuse
-from harness.plan.model_config import presets_as_text
+from harness.plan.model_config import preset_names, presets_as_text
 from harness.plan.plan import Plan
 from harness.terminal import command_parser, say
 
@@ -86,15 +86,19 @@ def parse_command(argv: Sequence[str] | None = None) -> Command:
     add("--gpu", help="with --dry-run: GPU type to plan for, such as h100-80")
     add("--gpus-per-node", type=int, help="with --dry-run: GPUs per node (default: up to 8)")
     add("--keys", action="store_true", help="list every key of the run config with its default")
-    add("--presets", action="store_true", help="list every model.name that needs no files")
+    presets = "list every model.name that needs no files, or those with WORD in their names"
+    add("--presets", nargs="?", const="", metavar="WORD", help=presets)
     trust = "run model code that comes with a hub repository"
     add("--trust-remote-code", action="store_true", help=trust)
     add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     keys = "run config keys, or ds.* keys of the DeepSpeed JSON"
     add("assignments", nargs="*", metavar="key=value", help=keys)
     options, unknown = parser.parse_known_intermixed_args(argv)
-    if options.keys or options.presets:
-        say(keys_as_text() if options.keys else presets_as_text())
+    if options.keys or options.presets is not None:
+        text = keys_as_text() if options.keys else presets_as_text(word := options.presets)
+        if not text:
+            parser.error(f"--presets {word}: no name has that{did_you_mean(word, preset_names())}")
+        say(text)
         parser.exit()
     if unknown:
         names = re.findall(r"--[\w-]+", parser.format_usage())

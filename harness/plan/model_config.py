@@ -59,10 +59,14 @@ def preset_names() -> list[str]:
     return sorted(presets())
 
 
-def presets_as_text() -> str:
-    """Return the bundled presets by family and size: name, parameters, kind, longest sample."""
+def presets_as_text(word: str = "") -> str:
+    """Return the bundled presets with `word` in their names, by family and size: name, parameters,
+    kind, longest sample.
+    """
     rows = []
     for name, preset in presets().items():
+        if word not in name:
+            continue
         (count,) = re.findall(r"([\d,]+) parameters", preset["source"])
         config = preset["config"]
         longest = config.get("max_position_embeddings") or config.get("n_positions") or "any"

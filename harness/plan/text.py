@@ -148,7 +148,8 @@ def _layers(plan: Plan) -> str:
 def _attention(plan: Plan) -> str:
     if plan.model_config.get("model_type") in WITHOUT_ATTENTION:
         return ""
-    why = f" ({plan.attention_why})" if plan.attention_why else ""
+    sizes = ", ".join(f"{name} {size}" for name, size in plan.config.model.attention_sizes.items())
+    why = f" ({plan.attention_why or sizes})" if plan.attention_why or sizes else ""
     return f"{plan.config.model.attention}{why}"
 
 

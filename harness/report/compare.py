@@ -17,6 +17,8 @@ MOST_DIFFERENCES = 60
 
 # Parts of plan.json that were asked for; the rest follows from them or changes with every start.
 _ASKED = ("run", "deepspeed_given", "deepspeed_source", "world", "precision", "model_config")
+_SEEDS = ("train.seed", "deepspeed_given.seed")
+_MOST_NAMED = 3  # keys
 _OF_THE_DAY = ("run.run.", "world.rank", "world.local_rank")
 
 
@@ -44,7 +46,7 @@ def compare_page_of(runs: list[RunRecord], title: str, price: float | None = Non
     drawn = charts(runs[:MOST_DRAWN])
     body = (
         f"<header><h1>{escaped(title)}</h1>{_best(sets)}</header>{_table(sets, price)}"
-        f"{seeds_section(over_seeds(runs))}"
+        f"{seeds_section(named(over_seeds(runs)))}"
         f"{axis_switch()}<section class=charts>{''.join(map(html_of, drawn))}</section>"
         f"{_differences(runs)}"
     )
@@ -149,6 +151,17 @@ def over_seeds(runs: list[RunRecord]) -> list[list[RunRecord]]:
         }
         groups.setdefault(json.dumps([run.held_out_set, asked]), []).append(run)
     return [*groups.values()]
+
+
+def named(groups: list[list[RunRecord]]) -> list[tuple[str, list[RunRecord]]]:
+    """Return each group with a name: its values of the first keys in which the groups differ."""
+    rows = differences([group[0] for group in groups])
+    told = [(key.rpartition(".")[2], row) for key, row in rows if key not in _SEEDS][:_MOST_NAMED]
+    told = [("" if key == "name" else f"{key} ", row) for key, row in told]
+    return [
+        (", ".join(f"{key}{row[place]}" for key, row in told) or group[0].name, group)
+        for place, group in enumerate(groups)
+    ]
 
 
 def _differences(runs: list[RunRecord]) -> str:

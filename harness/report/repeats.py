@@ -29,27 +29,27 @@ def band_of(runs: Sequence[Points], label: str, colour: str, **more: object) -> 
     return drawn
 
 
-def seeds_section(groups: Sequence[Sequence[RunRecord]]) -> str:
-    """Return a chart and a table of groups of runs, each of which differ in their seed alone; ""
-    if no group has several.
+def seeds_section(groups: Sequence[tuple[str, Sequence[RunRecord]]]) -> str:
+    """Return a chart and a table of named groups of runs, each of which differ in their seed alone;
+    "" if no group has several.
     """
-    if all(len(group) < 2 for group in groups):
+    if all(len(group) < 2 for _, group in groups):
         return ""
     drawn, rows = list[Curve](), list[str]()
-    for place, group in enumerate(sorted(groups, key=_mean)):
-        name = " ".join(run.name for run in group)
+    for place, (name, group) in enumerate(sorted(groups, key=lambda named: _mean(named[1]))):
         colour = colour_of(place)
         drawn += band_of([run.evaluations() for run in group], name, colour)
         losses = _losses(group)
         cells = (f"{_mean(group):.4f}" if losses else "-", _deviation(losses), str(len(losses)))
         swatch = f'<i class=swatch style="--c:{colour}"></i>'
         values = "".join(f"<td>{cell}" for cell in cells)
-        rows.append(f"<tr><td>{swatch}<td>{escaped(name)}{values}</tr>")
+        runs = " ".join(run.name for run in group)
+        rows.append(f"<tr><td>{swatch}<td>{escaped(name)}<td>{escaped(runs)}{values}</tr>")
     chart = lines(
         "Held-out loss over the seeds", drawn, "step", has_legend=False, is_wide=True,
         note="Mean and standard deviation of runs that differ in train.seed alone.",
     )  # fmt: skip
-    heads = "".join(f"<th>{head}" for head in ("", "runs", "held-out", "std", "n"))
+    heads = "".join(f"<th>{head}" for head in ("", "values", "runs", "held-out", "std", "n"))
     return (
         f"<section class=charts>{html_of(chart)}</section><section class='card capped'>"
         f"<table class=runs><tr>{heads}</tr>{''.join(rows)}</table></section>"

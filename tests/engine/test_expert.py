@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 from transformers.models.dbrx import modeling_dbrx
 
+from harness.engine.expert import Experts
 from harness.layout.expert import FAMILIES
 from harness.models.skeleton import hf_config
 from tests.engine.engines import (
@@ -188,3 +189,13 @@ def test_expert_load_counts_every_token() -> None:
     for layer in tokens:
         assert sum(layer) == WORLD.world_size * batch_tokens * config.num_experts_per_tok
     assert exchange.call_count == 5 * config.num_hidden_layers * len(batches)
+
+
+def test_tokens_are_summed_over_all_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also over those that hold the same experts."""
+    asked: list[Any] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda _, group: asked.append(group))
+    experts: Any = object.__new__(Experts)
+    experts.group, experts._data_group, experts._tokens = "experts", "data", [torch.ones(2)]
+    experts.tokens()
+    assert asked == ["data"]

@@ -1,5 +1,6 @@
 """The training loss, and losses by source: sums of the samples' individual losses."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -100,3 +101,17 @@ def test_nothing_is_recorded_without_sources_or_a_loss() -> None:
     with recording(sums, torch.zeros(1, dtype=torch.int64)):
         pass
     assert sums.isnan().all()
+
+
+@pytest.mark.parametrize(("smoothing", "fused"), [(0.0, True), (0.1, False)])
+def test_liger_is_not_asked_for_a_smoothed_loss(smoothing: float, fused: bool) -> None:
+    asked: dict[str, object] = {}
+
+    class Model(torch.nn.Module):
+        def forward(self, **keywords: object) -> SimpleNamespace:
+            asked.update(keywords)
+            return SimpleNamespace(logits=torch.zeros(1, 4, 8), loss=torch.zeros(()))
+
+    ids = torch.zeros(1, 4, dtype=torch.int64)
+    forward(Model(), ids, ids, setup=LossSetup(fuses_loss=True), smoothing=smoothing)
+    assert ("shift_labels" in asked) == fused

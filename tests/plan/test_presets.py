@@ -11,7 +11,7 @@ from transformers import AutoConfig
 from harness.layout.families import FAMILIES
 from harness.layout.shape import Shape, num_parameters
 from harness.models.skeleton import hf_config, skeleton
-from harness.plan.model_config import find_model_config, preset_names, presets
+from harness.plan.model_config import find_model_config, preset_names, presets, presets_as_text
 from tests.tables import beside
 
 PRESETS = preset_names()
@@ -94,3 +94,9 @@ def test_a_preset_has_its_own_value(name: str, key: str, value: Any) -> None:
     config = hf_config(find_model_config(name)[0])
     assert getattr(config, key) == value
     assert key != "router_aux_loss_coef" or config.output_router_logits
+
+
+def test_presets_are_listed_by_a_part_of_their_names() -> None:
+    listed = presets_as_text("llama-3").splitlines()
+    assert len(listed) == sum("llama-3" in name for name in preset_names())
+    assert presets_as_text("tinny") == ""

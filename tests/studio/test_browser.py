@@ -121,18 +121,6 @@ def test_colours_follow_the_readers_setting(browser: Browser, studio: Studio) ->
 
 
 @pytest.mark.gate("pages")
-def test_the_home_page_leads_to_every_lesson(browser: Browser, studio: Studio) -> None:
-    tab = browser.open(studio.address)
-    for width in WIDTHS:
-        tab.resize(width)
-        browser.listen(0.2)
-        assert not tab.overflows, width
-    links = "[...document.querySelectorAll('.home a')].map((link) => link.getAttribute('href'))"
-    assert tab.evaluate(links) == [f"/{page.slug}" for page in PAGES]
-    assert tab.errors == []
-
-
-@pytest.mark.gate("pages")
 def test_keys_lead_through_the_pages(browser: Browser, studio: Studio) -> None:
     tab = opened(browser, studio, PAGES[0].slug)
     for key, page in (("]", PAGES[1]), ("[", PAGES[0])):

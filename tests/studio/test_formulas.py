@@ -1,14 +1,17 @@
 """The numbers of pages against the formulas of their sources, calculated here."""
 
+import itertools
+from dataclasses import replace
 from math import log
 
 import pytest
 import torch
 
+from harness.errors import ConfigError
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.step_time.layer import attention_flops, layer_passes
 from harness.estimate.step_time.machine import machine_of
-from tools.find_lr import smoothed
+from tools.find_lr import judged
 from tools.studio_app import plans
 from tools.studio_pages import attention, batch, collectives, float8, kernels, rates
 
@@ -90,11 +93,9 @@ def test_range_test_of_the_page_is_that_of_the_tool() -> None:
     found = rates.range_test("sgd", 1e-3, 1.0, 50, 1)
     assert found.losses[0] == pytest.approx(log(256), abs=0.1)
     assert found.rates == pytest.approx([10 ** (-3 + 3 * n / 49) for n in range(len(found.rates))])
-    assert found.smooth == smoothed(found.losses)
-    falls = [found.smooth[n + 1] - found.smooth[n - 1] for n in range(1, len(found.smooth) - 1)]
-    low = found.smooth.index(min(found.smooth))
-    assert found.suggested == found.rates[1 + falls.index(min(falls[: low - 1]))]
-    assert found.lowest == found.rates[low]
+    assert found == judged(found.rates, found.losses)
+    with pytest.raises(ConfigError, match="which may be noise"):  # a flat curve suggests nothing
+        rates.range_test("sgd", 1e-6, 1e-3, 100, 4)
 
 
 def test_roofline_of_a_layer_is_the_plan_of_its_time() -> None:
@@ -110,6 +111,11 @@ def test_roofline_of_a_layer_is_the_plan_of_its_time() -> None:
     assert gate.flops == 2 * m * n * k
     assert gate.intensity == gate.flops / (2 * (m * n + m * k + n * k))
     assert kernels.ridge(machine) == machine.peak_flops / machine.memory_rate
+    for gpu, length in itertools.product(("h100-sxm", "l4"), (256, 4096)):
+        other, short = machine_of(gpu, 8, "bf16"), replace(inputs, seq_len=length)
+        for kernel in kernels.kernels(short, other):  # none is above the roof
+            roof = min(other.peak_flops, kernel.intensity * other.memory_rate)
+            assert kernel.flops / kernel.seconds <= 1.001 * roof, (gpu, length, kernel.name)
     assert [kernel.bound(machine) for kernel in (gate, each[-1])] == ["computation", "memory"]
     of_experts = plans.estimate_of(plans.planned({"model": "mixtral-8x7b"})).inputs
     with pytest.raises(ValueError, match="dense"):

@@ -37,7 +37,6 @@ from tools.studio_pages import hybrid
 from tools.studio_pages.checkpointing import _inputs, kept_bytes, passes
 from tools.studio_pages.cleaning import cleaned, trade_off
 from tools.studio_pages.data import trained_step
-from tools.studio_pages.optimizers import _HEIGHT, _levels
 from tools.studio_pages.sizes import loss, optimum
 from tools.studio_pages.tensor import multiplied, parts_of
 from tools.studio_pages.tokenizers import operations
@@ -452,19 +451,6 @@ def test_shown_numbers_agree_with_their_formulas() -> None:
     (states,) = (f for f in figures_of("optimizers", model="llama-3-8b") if isinstance(f, Table))
     gib = {row[0]: row[2] for row in states.rows}
     assert (gib["adamw"], gib["muon"]) == ("59.83", "33.83")  # AdamW steps embedding and head
-
-
-def test_a_surface_is_drawn_in_its_place() -> None:
-    """Without gaps; each level of the saddle is its own mirror image, in both directions."""
-    area = 0.0
-    for path in _levels("saddle between two minima"):
-        runs = [[*map(float, run)] for run in re.findall(r"M(\S+) (\S+)h(\S+)v(\S+)h", path)]
-        size = sum(w * h for _, _, w, h in runs)
-        middle = [sum((x + w / 2) * w * h for x, _, w, h in runs) / size]
-        middle += [sum((y + h / 2) * w * h for _, y, w, h in runs) / size]
-        assert middle == pytest.approx([WIDTH / 2, _HEIGHT / 2], abs=1)
-        area += size
-    assert area == pytest.approx(WIDTH * _HEIGHT, rel=0.01)
 
 
 def test_a_loss_scale_saves_what_fp16_would_lose() -> None:

@@ -90,7 +90,7 @@ _RESULTS = {"a_b": [3.0, 3.2, 3.1], "c&d": [3.1, 3.15, 3.2], "e": [3.4, 3.4, 3.4
 def test_seeds_are_repetitions_in_table_page_and_paper(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mean, standard deviation and n of a setting; whether others are within the spread."""
+    """Mean, standard deviation and n of a setting; whether others are tied."""
     monkeypatch.chdir(tmp_path)
     names = json.dumps([*_RESULTS])
     search = f"[search]\ntrain.seed = [0, 1, 2]\ndata.path = {names}\n"
@@ -110,7 +110,7 @@ def test_seeds_are_repetitions_in_table_page_and_paper(
     assert [s.choice["data.path"] for s in ranks] == ["a_b", "c&d", "e"]
     assert re.search(r"^ +1 +000-002 +3\.1000 +0\.1000 +3 +300 +a_b$", table, re.MULTILINE)
     assert re.search(r"3 +006-008 +3\.4000 +0\.0000 +2 .* e +1 failed$", table, re.MULTILINE)
-    assert "rank 1, within one standard deviation over the seeds: rank 2." in table
+    assert "within twice the standard error: rank 2." in table
     assert "mean of 3 seeds, standard deviation 0.1000" in table
     assert "seed" not in best_command(sweep, ranks[0])
     page = write_sweep_page(sweep, records).read_text()
@@ -120,7 +120,7 @@ def test_seeds_are_repetitions_in_table_page_and_paper(
     assert [float(rows[0][f"eval_loss, train.seed={n}"]) for n in range(3)] == _RESULTS["a_b"]
     assert float(rows[0]["standard deviation"]) == pytest.approx(0.1)
     assert r"a\_b & $3.1000 \pm 0.1000$ & 3 \\" in paper
-    assert r"c\&d & $3.1500 \pm 0.0500$ & 3 \\" in paper
+    assert r"c\&d & $3.1500 \pm 0.0500^\dagger$ & 3 \\" in paper
 
 
 @pytest.mark.parametrize(("low", "high", "labels"), beside(__file__, "page.toml")["ticks"])

@@ -122,6 +122,8 @@ def read_answer(text: str, unit: str) -> list[float]:
     """Return an answer in `unit`: each number that its text may mean, for 1,234 both 1234 and
     1.234. Raises ConfigError with one line for anything else.
     """
+    power_of_two = re.fullmatch(r"2\^(-?\d{1,3})", text.strip())
+    text = str(2.0 ** int(power_of_two[1])) if power_of_two else text
     match = _ANSWER.fullmatch(text.strip())
     digits, power, typed = match.groups() if match else ("", "", "")
     name, sizes = (typed or unit).casefold(), _TABLES["units"].get(unit, {})

@@ -11,8 +11,8 @@ from tools.studio_app import small
 from tools.studio_app.figures import Figure, numbers
 from tools.studio_app.page import Page, Slider, Values, powers_of_two
 
-_STEPS, _PARTS, _SAMPLES = 60, 4, 2  # a batch: 4 micro-batches of 2 samples
-_SMOOTHING, _LR = 0.9, 3e-3
+_STEPS, _PARTS, _SAMPLES = 100, 4, 2  # a batch: 4 micro-batches of 2 samples
+_SMOOTHING, _LR = 0.9, 1e-3
 _BATCHES = powers_of_two(16, 65536)  # tokens
 
 

@@ -136,7 +136,9 @@ def figures(values: Values) -> list[Figure]:
 
     title = f"{name}, after step {now} of {len(rounds)}: framed cells have just arrived"
     of_rank = f"{mib:,} MiB, by the busiest rank"
-    gpus = values["gpus"]
+    gpus, far = values["gpus"], f"{machine.network_latency * 1e6:.0f}"
+    rate = Group.of(gpus, 1, plans.PER_NODE).rate(machine)
+    latencies = f"{machine.link_latency * 1e6:.0f} us a step, {far} us between nodes"
     return [
         numbers(
             ("Step", f"{now} of {len(rounds)}", f"for {ranks} ranks"),
@@ -144,6 +146,7 @@ def figures(values: Values) -> list[Figure]:
             ("Sent in the end", f"{sent(rounds, ranks) / ranks:.2f} x", of_rank),
             (f"On {gpus:,} GPUs", f"{seconds(name, gpus) * 1e3:,.3f} ms", "8 in a node"),
             ("Used for", "", COLLECTIVES[name].use),
+            ("A ring's rate", f"{rate / 1e9:,.0f} GB/s", latencies),
         ),
         Drawing(
             title,

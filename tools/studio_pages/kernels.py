@@ -9,10 +9,10 @@ from harness.estimate.step_time.machine import Machine, machine_of
 from harness.layout.shape import is_stacked
 from harness.report.chart import line, lines
 from tools.studio_app import plans
-from tools.studio_app.figures import Bars, Figure, Table, numbers
+from tools.studio_app.figures import Figure, Table, numbers
 from tools.studio_app.page import Choice, Page, Values
 
-_COLOURS = {"attention": "series-8", "elementwise": "ink"}
+_COLOURS = {"attention": "muted", "elementwise": "ink"}
 
 
 class Kernel(NamedTuple):
@@ -29,8 +29,11 @@ class Kernel(NamedTuple):
         return self.flops / self.bytes
 
     def bound(self, machine: Machine) -> str:
-        """Return what limits the kernel: the roof that is lower at its intensity."""
-        return "memory" if self.intensity < ridge(machine) else "computation"
+        """Return what takes most of the kernel's time."""
+        busy = self.seconds - machine.kernel_seconds
+        if busy < machine.kernel_seconds:
+            return "its start"
+        return "memory" if self.bytes / machine.memory_rate > 0.99 * busy else "computation"
 
 
 def ridge(machine: Machine) -> float:
@@ -53,7 +56,8 @@ def kernels(inputs: Inputs, machine: Machine) -> list[Kernel]:
         seconds = product_seconds(rows, columns, depth, e, machine)
         found.append(Kernel(name, 2.0 * rows * columns * depth, moved, seconds))
     moved = 2 * e * (shape.q_size + shape.kv_size) * rows
-    found.append(Kernel("attention", attention_flops(inputs, 0), moved, forward.attention))
+    seconds = max(forward.attention, moved / machine.memory_rate)
+    found.append(Kernel("attention", attention_flops(inputs, 0), moved, seconds))
     through = forward.elements * machine.memory_rate
     return [*found, Kernel("elementwise", through / (2 * e), through, forward.elements)]
 
@@ -68,19 +72,20 @@ def figures(values: Values) -> list[Figure]:
     low, high = 0.1, 10.0 ** ceil(log10(most))
     total, flops = (sum(getattr(kernel, of) for kernel in each) for of in ("seconds", "flops"))
     roof = [(at, min(peak, at * rate) / 1e12) for at in (low, ridge(machine), high)]
-    short = [kernel.name.split(" ")[0] for kernel in each]
     dots, rows = [], []
     for kernel in each:
         at = (kernel.intensity, kernel.flops / kernel.seconds / 1e12)
         dots.append(line(kernel.name, [at], _COLOURS.get(kernel.name, ""), "dots"))
-        sizes = (f"{kernel.flops:.3g}", f"{kernel.bytes:.3g}", f"{kernel.intensity:,.1f}")
+        sizes = (f"{kernel.flops:.3g}", f"{kernel.bytes:.3g}", f"{kernel.intensity:,.2f}")
         rows.append((kernel.name, *sizes, f"{kernel.seconds * 1e6:,.1f}", kernel.bound(machine)))
     return [
         numbers(
             ("A layer, forward", f"{total * 1e3:,.3f} ms", "a micro-batch, without launches"),
             ("Reached", f"{flops / total / peak:.0%}", f"of {peak / 1e12:,.0f} TFLOP/s"),
-            ("Ridge", f"{ridge(machine):,.0f}", "operations per byte; below it, memory limits"),
+            ("Products reach", f"{machine.products:.0%}", "of the peak, in full waves of tiles"),
             ("Memory", f"{rate / 1e9:,.0f} GB/s", "that elementwise kernels reach"),
+            ("Ridge", f"{ridge(machine):,.0f}", "operations per byte, from these two roofs"),
+            ("Start of a product", f"{machine.kernel_seconds * 1e6:.1f} us", "beside its work"),
         ),
         lines(
             "Operations per second of each kernel, under the roof of the GPU",
@@ -91,13 +96,6 @@ def figures(values: Values) -> list[Figure]:
             log_y=True,
             x_range=(low, high),
             height=400,
-        ),
-        Bars(
-            "Time of each kernel",
-            "microseconds",
-            short,
-            {"time": [kernel.seconds * 1e6 for kernel in each]},
-            height=280,
         ),
         Table(
             "The kernels",

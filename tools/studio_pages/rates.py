@@ -25,7 +25,7 @@ def figures(values: Values) -> list[Figure]:
     least = found.smooth[found.rates.index(found.lowest)]
     marks = [
         Mark({"x": found.suggested}, "var(--good)", "suggested", True),
-        Mark({"x": found.lowest}, "var(--bad)", "lowest loss", True),
+        Mark({"x": found.lowest}, "var(--bad)", ""),
     ]
     rates = [found.suggested * times for times in _TRIED]
     tried = {
@@ -34,15 +34,11 @@ def figures(values: Values) -> list[Figure]:
     return [
         numbers(
             ("Suggested", f"{found.suggested:.2g}", "the smoothed loss falls fastest"),
-            ("Lowest loss at", f"{found.lowest:.2g}", f"{least:.2f} nats; above it, steps harm"),
-            (
-                "Steps taken",
-                f"{len(found.rates)} of {values['steps']}",
-                "it ends when the loss rose",
-            ),
+            ("Lowest at", f"{found.lowest:.2g}", f"the smoothed loss: {least:.2f} nats"),
+            ("Steps taken", f"{len(found.rates)} of {values['steps']}", "fewer if the loss rose"),
         ),
         lines(
-            f"Range test of {name}: the rate grows after every step",
+            f"Range test of {name}; red: where the smoothed loss is lowest",
             [
                 line("loss", [*zip(found.rates, found.losses, strict=True)], style="faint"),
                 line("smoothed", [*zip(found.rates, found.smooth, strict=True)]),

@@ -110,51 +110,54 @@ def best_of(sweep: Sweep, records: Sequence[Record]) -> Setting | None:
 
 
 def tied(settings: Sequence[Setting]) -> list[Setting]:
-    """Return the settings after the first whose means are within one standard deviation of its
-    own, pooled over both, so that other seeds may rank them differently.
+    """Return the settings after the first that other seeds may rank before it: those whose mean
+    difference over the seeds that both have is within twice its standard error.
     """
     best, *others = settings
-    return [
-        other
-        for other in others
-        if other.state == "done"
-        and other.mean - best.mean
-        <= math.sqrt((best.deviation**2 + other.deviation**2) / 2)
-        < math.inf
-    ]
+    return [other for other in others if _is_tied(best, other)]
+
+
+def _is_tied(best: Setting, other: Setting) -> bool:
+    both = zip(best.trials, other.trials, strict=False)
+    apart = [b.value - a.value for a, b in both if a.state == b.state == "done"]
+    within = 2 * statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else -math.inf
+    return statistics.fmean(apart or [0.0]) <= within
 
 
 def write_tables(sweep: Sweep, records: Sequence[Record]) -> list[Path]:
     """Write ranking.csv and ranking.tex; return their paths."""
     settings, metric = ranked(sweep, records), sweep.settings.metric
-    table = io.StringIO()
+    ties, table = tied(settings) if settings else [], io.StringIO()
     writer = csv.writer(table, lineterminator="\n")
     of_seeds = [f"{metric}, {SEED}={seed}" for seed in sweep.seeds if seed]
-    heads = ["rank", "trials", *sweep.space, metric, "standard deviation", "n", *of_seeds, "end"]
+    heads = ["rank", "trials", *sweep.space, metric, "standard deviation", "n", *of_seeds, "note"]
     writer.writerow(heads)
     for place, setting in enumerate(settings, 1):
         values = [setting.choice.get(key, "") for key in sweep.space]
         each = [_exact(trial.value) for trial in setting.trials] if of_seeds else []
         numbers = [_exact(setting.mean), _exact(setting.deviation), len(setting.values)]
-        writer.writerow([place, setting.name, *values, *numbers, *each, setting.end])
+        note = setting.end or ["", "tied with rank 1"][setting in ties]
+        writer.writerow([place, setting.name, *values, *numbers, *each, note])
     paths = [sweep.folder / "ranking.csv", sweep.folder / "ranking.tex"]
-    for path, text in zip(paths, (table.getvalue(), _latex(sweep, settings)), strict=True):
+    for path, text in zip(paths, (table.getvalue(), _latex(sweep, settings, ties)), strict=True):
         write_page(path, text)
     return paths
 
 
-def _latex(sweep: Sweep, settings: Sequence[Setting]) -> str:
+def _latex(sweep: Sweep, settings: Sequence[Setting], ties: Sequence[Setting]) -> str:
     """Return a table of the settings that ran to their end; its numbers need no packages."""
     rows = []
     for setting in settings:
         if setting.state == "done":
             spread = rf" \pm {setting.deviation:.4f}" if setting.deviation < math.inf else ""
             values = [_tex(setting.choice.get(key, "")) for key in sweep.space]
-            rows.append([*values, f"${setting.mean:.4f}{spread}$", str(len(setting.values))])
+            mark = r"^\dagger" if setting in ties else ""
+            rows.append([*values, f"${setting.mean:.4f}{spread}{mark}$", str(len(setting.values))])
     heads = [*map(_tex, sweep.space), _tex(sweep.settings.metric), "$n$"]
     lines = [" & ".join(row) + r" \\" for row in rows]
     return "\n".join([
         r"% \usepackage{booktabs}",
+        r"% mean \pm standard deviation over n seeds (n - 1); \dagger: tied with the first",
         rf"\begin{{tabular}}{{{'l' * len(sweep.space)}rr}}",
         r"\toprule", " & ".join(heads) + r" \\", r"\midrule",
         *lines, r"\bottomrule", r"\end{tabular}", "",

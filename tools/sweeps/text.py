@@ -128,8 +128,8 @@ def tie_of(settings: Sequence[Setting]) -> str:
         return ""
     places = listed(str(settings.index(other) + 1) for other in ties)
     return (
-        f"tied with rank 1, within one standard deviation over the seeds: rank {places}. More "
-        "seeds would tell them apart"
+        "tied with rank 1, its difference over the same seeds within twice the standard error: "
+        f"rank {places}. More seeds would tell them apart"
     )
 
 

@@ -7,6 +7,7 @@ import math
 import sys
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -374,3 +375,16 @@ def test_newer_deepspeed_runs_or_names_the_missing_private_name(
     monkeypatch.delattr(PipelineEngine, "_exec_schedule")
     with pytest.raises(ConfigError, match=r"0\.20\.0 has no \S+PipelineEngine\._exec_schedule, "):
         patches.require_names(said.append)
+
+
+def test_a_weight_without_gradient_has_a_sum_of_zero() -> None:
+    """Not that of the last step, in which it had one."""
+    weights = [torch.nn.Parameter(torch.ones(2)) for _ in range(2)]
+    sums = [torch.full((2,), 7.0) for _ in weights]
+    optimizer: Any = SimpleNamespace(immediate_grad_update=False, update_hp_grads=None)
+    optimizer.bf16_groups, optimizer.fp32_groups_gradients = [weights], [sums]
+    optimizer.fp32_groups_has_gradients = [[False, False]]
+    between_steps.sum_at_once(SimpleNamespace(optimizer=optimizer))
+    weights[0].grad = torch.ones(2)
+    optimizer.update_hp_grads()
+    assert torch.stack(sums).tolist() == [[1, 1], [0, 0]]
