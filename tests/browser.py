@@ -30,6 +30,7 @@ WIDTHS = (1280, 390)
 """A laptop and a phone, in CSS pixels."""
 SHOWN = "!!document.querySelector('.figures .card, .figures .number, .figures .chart')"
 """True once a page of the studio shows figures."""
+OVERFLOWS = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
 
 
 def missing() -> str:
@@ -241,8 +242,7 @@ class Page:
     @property
     def overflows(self) -> bool:
         """Return True if the page must be scrolled sideways."""
-        script = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
-        return bool(self.evaluate(script))
+        return bool(self.evaluate(OVERFLOWS))
 
     def note(self, method: str, params: dict[str, Any]) -> None:
         """Process one event."""

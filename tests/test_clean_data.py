@@ -297,7 +297,7 @@ def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
 def test_killed_anywhere_it_writes_the_same(cleaned: tuple[Path, Path], tmp_path: Path) -> None:
     out = tmp_path / "out"
     ends = []
-    ways = ((1, signal.SIGKILL), (6, signal.SIGINT), (14, signal.SIGTERM), (30, signal.SIGKILL))
+    ways = ((1, signal.SIGKILL), (2, signal.SIGINT), (4, signal.SIGTERM), (14, signal.SIGKILL))
     for count, number in ways:
         group = forked(lambda _: main([str(cleaned[0]), str(out), "--workers=2"]), 1)
         is_due = lambda: group.ended or len([*out.glob("logs/*/completions/*")]) >= count  # noqa: B023, E731

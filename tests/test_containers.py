@@ -191,5 +191,5 @@ def test_two_nodes_meet_by_torchrun_as_it_is_written(tmp_path: Path) -> None:
     corpus, run = write_corpus(tmp_path / "corpus"), tmp_path / "run"
     words = (f"data.path={corpus}", f"data.cache_dir={tmp_path / 'cache'}", f"run.dir={run}")
     with nodes_of(tmp_path / "torchrun.sh", words) as nodes:
-        assert [node.wait(600) for node in nodes] == [0, 0]
+        assert [node.wait(600) for node in nodes] == [0, 0], (tmp_path / "0").read_text()
     assert len((run / "metrics.jsonl").read_text().splitlines()) >= 2

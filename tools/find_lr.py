@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from harness.plan.plan import Plan
 
 _SMOOTHING = 0.9  # weight of the previous value in a smoothed loss
+Curve = tuple[list[float], list[float]]  # rates and losses
 _NOISE = 5.0  # times the deviation of one loss: a smaller fall suggests nothing
 GIVE_UP = 1.5
 """Nats above the best smoothed loss, from which it will not recover."""
@@ -92,7 +93,7 @@ def main(argv: list[str]) -> int:
             raise ConfigError(problems)
         own = (f"run.dir={folder}", "save.export=false")
         plan = plan_from(Command(args.deepspeed, args.config, (*args.assignments, *own)))
-        result = _on_all_ranks(plan, args.lowest, args.highest, args.steps, folder)
+        result = judged(*_on_all_ranks(plan, args.lowest, args.highest, args.steps, folder))
     except RunStopped as stop:
         say(stop.message, sys.stderr)
         return int(stop.code)
@@ -113,7 +114,7 @@ def main(argv: list[str]) -> int:
     return int(ExitCode.DONE)
 
 
-def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder: Path) -> Found:
+def _on_all_ranks(plan: Plan, lowest: float, highest: float, steps: int, folder: Path) -> Curve:
     """Run the range test; `folder` is removed even if a failure of this rank ends the process."""
     from harness.engine.processes import ending_together
 
@@ -132,7 +133,7 @@ def _temporary(world: World) -> Path:
     return Path(tempfile.gettempdir()) / f"find-lr-{os.getuid()}-{launch}"
 
 
-def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
+def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Curve:
     """Take the steps, on all ranks. Raises ConfigError if the run cannot be built."""
     import torch
 
@@ -166,7 +167,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Found:
                     raise RunStopped(ExitCode.STOPPED, f"stopped at a rate of {rate:.2e}")
                 if smoothed(losses)[-1] > min(smoothed(losses)) + GIVE_UP:
                     break
-        return judged(rates, losses)
+        return rates, losses
     finally:
         run.progress.enabled = False  # the report's folder is removed
         break_off(run)
@@ -190,8 +191,8 @@ def judged(rates: list[float], losses: list[float]) -> Found:
             f"the loss never fell, from the lowest rate on ({rates[0] if rates else 0:.2e}): start "
             "lower (--from), or check whether the run learns at all"
         )
-    steps = [after - before for before, after in pairwise(losses[: low + 1])]
-    noise = statistics.stdev(steps) / math.sqrt(2)
+    steps = [abs(after - before) for before, after in pairwise(losses[: low + 1])]
+    noise = statistics.median(steps)  # about the deviation of a normal number
     if (fall := smooth[0] - smooth[low]) < _NOISE * noise:
         raise ConfigError(
             f"the loss fell by {fall:.2g} nats, which may be noise: go higher (--to), or take a "

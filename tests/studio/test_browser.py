@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser import PATIENCE_S, SHOWN, WIDTHS, Browser, needs_browser
+from tests.browser import OVERFLOWS, PATIENCE_S, SHOWN, WIDTHS, Browser, needs_browser
 from tests.browser import Page as Tab
 from tests.studio.served import Studio
 from tests.studio.test_pages import figures_of
@@ -48,7 +48,7 @@ def test_a_page_opens(browser: Browser, studio: Studio, page: object) -> None:
             tab.resize(width)
             tab.color_scheme(dark)
             browser.listen(0.2)
-            assert not tab.overflows, (width, dark)
+            tab.wait_for(f"!({OVERFLOWS})")
             assert tab.evaluate(MENU_IS_FULL), width
         tab.wait_for(SHOWN)
         assert tab.evaluate(CUT) == [], width

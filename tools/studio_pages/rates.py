@@ -13,7 +13,7 @@ from tools.studio_pages.optimizers import build
 
 _OPTIMIZERS = ("adamw", "adafactor", "lion", "momentum", "sgd")
 _TRIED = (0.1, 1.0, 10.0)  # times the suggested rate
-_TRIED_STEPS = 60
+_TRIED_STEPS = 50
 
 
 def figures(values: Values) -> list[Figure]:
@@ -27,9 +27,9 @@ def figures(values: Values) -> list[Figure]:
         Mark({"x": found.suggested}, "var(--good)", "suggested", True),
         Mark({"x": found.lowest}, "var(--bad)", ""),
     ]
-    rates = [found.suggested * times for times in _TRIED]
     tried = {
-        f"{rate:.2g}": smoothed(trained(name, (rate,) * _TRIED_STEPS, batch)) for rate in rates
+        f"{rate:.2g}": smoothed(trained(name, (rate,) * _TRIED_STEPS, batch))
+        for rate in (found.suggested * times for times in _TRIED)
     }
     return [
         numbers(
@@ -60,9 +60,7 @@ def figures(values: Values) -> list[Figure]:
 
 
 def range_test(name: str, lowest: float, highest: float, steps: int, batch: int) -> Found:
-    """Return the result of a range test, judged as by tools/find_lr.py. Raises ConfigError if it
-    suggests nothing.
-    """
+    """Return the result of a range test. Raises ConfigError if it suggests nothing."""
     rates = [lowest * (highest / lowest) ** (number / (steps - 1)) for number in range(steps)]
     losses = trained(name, tuple(rates), batch)
     return judged(rates[: len(losses)], list(losses))
@@ -97,8 +95,8 @@ PAGE = Page(
         Choice("optimizer", "Optimizer", _OPTIMIZERS, "adamw"),
         Slider("lowest", "From", (1e-6, 1e-5, 1e-4, 1e-3), 1e-5),
         Slider("highest", "To", (1e-3, 0.01, 0.1, 1.0, 10.0), 1.0),
-        Slider("steps", "Steps", (50, 100, 200), 100),
-        Slider("samples", "Batch", (1, 2, 4, 8), 4, "samples", "sample"),
+        Slider("steps", "Steps", (50, 75, 100), 100),
+        Slider("samples", "Batch", (1, 2, 4), 4, "samples", "sample"),
     ),
     figures,
     slow_at_first=({},),
