@@ -28,7 +28,7 @@ from tools.preflight_checks.files import Seen, Storage, token
 from tools.preflight_checks.flight import Facts, _rates, judge
 from tools.preflight_checks.machine import Machine, machine_rows
 from tools.preflight_checks.network import bus_gb_per_s, neighbour_rows, pair_rounds, ring_rounds
-from tools.preflight_checks.report import Row
+from tools.preflight_checks.report import Row, slow
 
 HOSTS = ["n1", "n2", "n3", "n4"]
 TABLES = beside(__file__, "preflight.toml")
@@ -160,7 +160,7 @@ def test_slow_node_is_named_and_its_neighbours_are_not() -> None:
             for level, other, rate in rank_report.links.pairs
         ]
     named = row(network.BETWEEN, reports)
-    assert named.verdict == "warn"
+    assert (named.verdict, slow({"n1": 1.0, "n2": 0.6})) == ("warn", ["n2"])
     assert named.found.endswith("slow: n3 (rank 2)")
 
 

@@ -76,10 +76,10 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_reported(tmp_path: Path)
         process.send_signal(signal.SIGKILL)
         process.wait()
         folder = RunFolder(tmp_path)
-        stale = folder.open()
-    assert stale is not None
+        folder.metrics_path.write_text('{"attempt": 1, "step": 9, "gpu_hours": 2.5}\n')
+        stale = folder.open() or ""
     assert stale.startswith(f"process {process.pid} on ")
-    assert folder.attempt == 2
+    assert (folder.attempt, folder.gpu_hours_before) == (2, 2.5), "its hours count"
     folder.close()
 
 
