@@ -13,7 +13,7 @@ from harness.layout.world import World, slurm_port
 from tests.real_runs import REPOSITORY, SMALL_MODEL, run_ranks
 from tests.run_tools import run_tool
 from tools import find_lr
-from tools.find_lr import _temporary, judged, main
+from tools.find_lr import _temporary, main
 
 TOOL = REPOSITORY / "tools" / "find_lr.py"
 RUN = (
@@ -73,7 +73,7 @@ def test_ranks_of_srun_share_a_folder_and_one_of_them_reports(
 def test_find_lr_prints_json_only_if_asked(
     words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    found = judged([1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0, 99.0])
-    monkeypatch.setattr(find_lr, "_on_all_ranks", lambda *of: found)
+    curve = [1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0, 99.0]
+    monkeypatch.setattr(find_lr, "_on_all_ranks", lambda *of: curve)
     assert main(words) == 0
     assert capsys.readouterr().out.startswith('{"rates": ' if words else "try optim.lr=")

@@ -191,8 +191,9 @@ def judged(rates: list[float], losses: list[float]) -> Found:
             f"the loss never fell, from the lowest rate on ({rates[0] if rates else 0:.2e}): start "
             "lower (--from), or check whether the run learns at all"
         )
-    steps = [abs(after - before) for before, after in pairwise(losses[: low + 1])]
-    noise = statistics.median(steps)  # about the deviation of a normal number
+    steps = [after - before for before, after in pairwise(losses[: low + 1])]
+    usual = statistics.median(steps)
+    noise = statistics.median(abs(step - usual) for step in steps)  # about a loss's deviation
     if (fall := smooth[0] - smooth[low]) < _NOISE * noise:
         raise ConfigError(
             f"the loss fell by {fall:.2g} nats, which may be noise: go higher (--to), or take a "
