@@ -130,9 +130,7 @@ def time_line(plan: Plan, step: StepTime) -> str:
         return step_line(step)
     beside = beside_of(plan.config, step, plan.steps or 0)
     saves = f"{beside.saves or 'each'} save{'s' * (beside.saves > 1)} of {beside.save_text}"
-    evaluations = (
-        f"{beside.evaluations:,} evaluations of {beside.evaluating:,.4g} s in all included"
-    )
+    evaluations = f"{beside.evaluations:,} evaluations included ({beside.evaluating:,.4g} s in all)"
     return (
         f"{step_line(step)}; {length(job.seconds)} in total, {job.gpu_hours:,.3g} GPU-hours "
         "without "

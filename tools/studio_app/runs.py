@@ -1,7 +1,7 @@
 """Reads the runs below one folder. It never writes, and follows no link out of the folder."""
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,20 +25,15 @@ def read_runs_of(root: Path) -> None:
     _roots[0] = root
 
 
-def root() -> Path:
-    """Return the folder whose runs are read."""
-    return _roots[0]
-
-
 def names() -> list[str]:
     """Return the runs' paths below the root, newest first."""
-    aged = [(_age(folder), str(folder.relative_to(root()))) for folder in folders_with(_RECORDS)]
+    aged = [(_age(folder), str(folder.relative_to(_roots[0]))) for folder in _folders()]
     return [name for _, name in sorted(aged)[:_MOST_RUNS]]
 
 
-def folders_with(files: Sequence[str]) -> Iterator[Path]:
-    """Yield folders below the root that contain one of these files; follow no links."""
-    waiting, seen = [(root(), 0)], 0
+def _folders() -> Iterator[Path]:
+    """Yield the folders below the root that contain records of a run; follow no links."""
+    waiting, seen = [(_roots[0], 0)], 0
     while waiting:
         folder, depth = waiting.pop()
         try:
@@ -51,7 +46,7 @@ def folders_with(files: Sequence[str]) -> Iterator[Path]:
                 return
             if path.is_symlink() or path.name.startswith("."):
                 continue
-            if any((path / name).exists() for name in files):
+            if any((path / name).exists() for name in _RECORDS):
                 yield path
             elif depth + 1 < _DEPTH:
                 waiting.append((path, depth + 1))
@@ -59,7 +54,7 @@ def folders_with(files: Sequence[str]) -> Iterator[Path]:
 
 def _age(folder: Path) -> float:
     """Return the seconds since a record of a run last changed."""
-    return time.time() - max(stamp(folder / name)[0] for name in _RECORDS) / 1e9
+    return time.time() - max(_stamp(folder / name)[0] for name in _RECORDS) / 1e9
 
 
 @dataclass(frozen=True)
@@ -85,11 +80,11 @@ def read_run(name: str) -> Run | None:
     if name not in names():
         return None
     path = _roots[0] / name
-    stamps = tuple(stamp(path / record) for record in _RECORDS)
+    stamps = tuple(_stamp(path / record) for record in _RECORDS)
     return Run(name, _read(path.resolve(), _roots[0].resolve(), stamps), _age(path))
 
 
-def stamp(path: Path) -> tuple[int, int]:
+def _stamp(path: Path) -> tuple[int, int]:
     """Return the time of a file's last change, in ns, and its size; both 0 if there is no file."""
     try:
         stat = path.stat()

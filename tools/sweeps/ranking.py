@@ -118,7 +118,7 @@ def tied(settings: Sequence[Setting]) -> list[Setting]:
 
 
 def _is_tied(best: Setting, other: Setting) -> bool:
-    both = zip(best.trials, other.trials, strict=False)
+    both = zip(best.trials, other.trials, strict=False)  # by seed; the last may not have begun
     apart = [b.value - a.value for a, b in both if a.state == b.state == "done"]
     within = 2 * statistics.stdev(apart) / math.sqrt(len(apart)) if len(apart) > 1 else -math.inf
     return statistics.fmean(apart or [0.0]) <= within
