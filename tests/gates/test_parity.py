@@ -36,7 +36,7 @@ def trajectory(**changes: object) -> Trajectory:
     return Trajectory(**{**values, **tensors, **changes})
 
 
-@pytest.mark.slow("six engines and plain loops of 20 steps")
+@pytest.mark.slow("six engines and plain loops of 12 steps")
 def test_the_layout_changes_nothing_that_is_learned(
     zygote: Zygote, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -44,7 +44,7 @@ def test_the_layout_changes_nothing_that_is_learned(
     assert f"{len(brief_cells())} cells, 0 differ" in capfd.readouterr().out
 
 
-@pytest.mark.slow("four engines and plain loops of 20 steps")
+@pytest.mark.slow("four engines and plain loops of 12 steps")
 def test_two_planted_defects_are_caught(zygote: Zygote, capfd: pytest.CaptureFixture[str]) -> None:
     assert check_parity.main(["--self-test", "--brief"], zygote) == 0
     assert "2 defects planted in 2 cells, 0 missed" in capfd.readouterr().out
