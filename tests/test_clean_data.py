@@ -8,6 +8,7 @@ import re
 import shlex
 import signal
 import subprocess
+import time
 from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
@@ -17,7 +18,7 @@ from unittest import mock
 import pytest
 
 from harness.data import shards
-from harness.errors import ExitCode
+from harness.errors import ConfigError, ExitCode
 from harness.files.corpus import find_corpus
 from harness.launch.ranks import forked
 from tests.real_runs import wait_for
@@ -36,9 +37,9 @@ from datatrove.utils.text import ngrams, simplify_text
 from pyarrow import parquet
 
 from tools.cleaning import steps
-from tools.cleaning.pipeline import Pipeline, _writer
+from tools.cleaning.pipeline import Pipeline, _writer, keep_identity
 from tools.cleaning.recipe import packaged_model, read_recipe
-from tools.cleaning.stages import cancel_never_satisfied, environment
+from tools.cleaning.stages import Local, cancel_never_satisfied, environment
 from tools.cleaning.steps import RegexWords
 
 NOUNS = "river engine garden letter market window forest teacher bridge kitchen".split()  # noqa: SIM905
@@ -233,6 +234,18 @@ def test_n_grams_of_all_evaluation_documents_are_written(tmp_path: Path) -> None
     assert len(np.fromfile(index, dtype="u8")) == 4
 
 
+def test_changed_evaluation_data_need_another_folder(tmp_path: Path) -> None:
+    (file := tmp_path / "eval.jsonl").write_text('{"text": "one two"}')
+    recipe = read_recipe("light", [f'decontaminate.files=["{file}"]'])
+    corpus = mock.Mock(columns={}, **{"identity.return_value": []})
+    (out := tmp_path / "out").mkdir()
+    for _ in range(2):
+        keep_identity(Pipeline(recipe, corpus, [], out, 1, frozenset()))
+    file.write_text('{"text": "one two three"}')
+    with pytest.raises(ConfigError, match="a different evaluation data"):
+        keep_identity(Pipeline(recipe, corpus, [], out, 1, frozenset()))
+
+
 def test_stages_have_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     numbers = {"n_grams": 3, "num_buckets": 7, "hashes_per_bucket": 5, "seed": 9}
     words = [f"near_duplicates.{key}={value}" for key, value in numbers.items()]
@@ -295,18 +308,24 @@ def test_bare_datatrove_removes_the_same(cleaned: tuple[Path, Path]) -> None:
 
 @pytest.mark.gate("data")
 def test_killed_anywhere_it_writes_the_same(cleaned: tuple[Path, Path], tmp_path: Path) -> None:
-    out = tmp_path / "out"
+    out, whole = tmp_path / "out", Local._run_for_rank
+
+    def slowly(local: Local, *task: Any, **how: Any) -> Any:  # so that it has not ended when killed
+        time.sleep(0.3)
+        return whole(local, *task, **how)
+
+    def ended_tasks() -> int:
+        return len([*out.glob("logs/*/completions/*")])
+
     ends = []
-    ways = ((1, signal.SIGKILL), (2, signal.SIGINT), (4, signal.SIGTERM), (14, signal.SIGKILL))
-    for count, number in ways:
-        group = forked(lambda _: main([str(cleaned[0]), str(out), "--workers=2"]), 1)
-        is_due = lambda: group.ended or len([*out.glob("logs/*/completions/*")]) >= count  # noqa: B023, E731
-        wait_for(is_due, "the time of its end", 300, every_s=0.002)
-        group.processes[0].send_signal(number)
+    for more, number in ((1, "KILL"), (1, "INT"), (2, "TERM"), (9, "KILL")):
+        due = ended_tasks() + more
+        with mock.patch.object(Local, "_run_for_rank", slowly):
+            group = forked(lambda _: main([str(cleaned[0]), str(out), "--workers=2"]), 1)
+        wait_for(lambda: group.ended or ended_tasks() >= due, "the time of its end", 300)  # noqa: B023
+        group.processes[0].send_signal(signal.Signals[f"SIG{number}"])
         ends += group.wait().codes
-    assert ends[0] == -signal.SIGKILL
-    assert {*ends[1:3]} <= {ExitCode.STOPPED, ExitCode.DONE}  # it may have ended meanwhile
-    assert ExitCode.STOPPED in ends[1:3]
+    assert ends[:3] == [-signal.SIGKILL, ExitCode.STOPPED, ExitCode.STOPPED]
     assert main([str(cleaned[0]), str(out), "--workers=2"]) == ExitCode.DONE
     assert tree(out) == tree(cleaned[1])
     for key in ("documents", "characters", "after_steps", "strictness"):

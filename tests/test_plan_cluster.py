@@ -441,6 +441,12 @@ def test_a_budget_limits_what_is_recommended() -> None:
     assert "more than the budget" in " ".join(done.stdout.split())
 
 
+def test_priced_job_saves_as_often_as_its_config() -> None:
+    question = question_of(arguments(*JOB, "--data-tokens", "1B", "save.every=1000"))
+    (counted,) = count(question, [next(iter(layouts(question.some.shape, 4, 4, 1024, 64, False)))])
+    assert question.job(counted).saves == question.steps(counted) // 1000 > 0
+
+
 def test_text_fits_80_columns_and_has_time_cost_and_reasons() -> None:
     text = run_tool("plan_cluster", *JOB, "--data-tokens", "300B", "--price", 2).stdout
     files = ("  ds.json", "  run.toml", "  job.sh", "  sbatch.sh")

@@ -97,6 +97,11 @@ def test_healthy_nodes_are_ready() -> None:
     rows = judge(plan(), HOSTS, healthy())
     assert [result for result in rows if result.verdict != "ok"] == []
     assert len(rows) > 20
+    (written,) = [result for result in rows if result.check == "write speed"]
+    estimate = plan().estimate
+    assert estimate
+    seconds = estimate.checkpoint_bytes / 4 / (STORAGE.written_bytes_per_s or 0)
+    assert f"about {seconds:.1f} s for a checkpoint" in written.found
     assert report.code(rows) == 0
     assert report.table(rows).endswith("preflight: ok to start, no warnings")
 

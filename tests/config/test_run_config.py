@@ -15,7 +15,7 @@ from harness.config import assignments
 from harness.config.assignments import assign, flat, parse_assignment, parse_value, parsed_toml
 from harness.config.run_config import RunConfig, keys_as_text, known_keys
 from harness.config.run_file import EXAMPLES, load_run_config
-from harness.config.sections import help_texts
+from harness.config.sections import LogConfig, help_texts
 from harness.errors import ConfigError, shortened
 from harness.files.forms import value_of
 from harness.plan.command import parse_command, plan_from
@@ -319,3 +319,9 @@ def test_every_list_and_table_has_an_example_that_it_takes(toml: Callable[[str],
     # In a file, it needs no quotes of a shell.
     (problem,) = problems_of(toml("[data]\nwhere = 3\n"))
     assert problem.endswith('it must be a table, as in data.where={language="de"}')
+
+
+def test_a_measurement_is_due_on_the_next_line_after_its_multiple() -> None:
+    log = LogConfig(every=7)
+    assert [step for step in range(60) if log.is_due(step, 10)] == [0, 14, 21, 35, 42, 56]
+    assert not any(log.is_due(step, 0) for step in range(60))

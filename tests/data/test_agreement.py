@@ -68,7 +68,7 @@ _WORDS = st.tuples(
 ).map(" ".join)
 
 
-@pytest.mark.parametrize("examples", rest_in_gate("data", [20, 1000]))
+@pytest.mark.parametrize("examples", rest_in_gate("data", [20, 400]))
 def test_dry_run_and_run_agree(
     examples: int, tokenizer_dir: str, chatml_dir: str, folders: Iterator[Path]
 ) -> None:

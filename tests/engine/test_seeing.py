@@ -2,6 +2,7 @@
 
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch.nn import functional
 from harness.data.batch import Batch
 from harness.data.needles import Needles
 from harness.models.attention_sums import COVERED
+from harness.run import meter
 from harness.run.attention import attention_sums
 from harness.run.evaluation import by_context
 from harness.run.meter import WeightChange
@@ -148,13 +150,18 @@ def test_measurements_are_those_of_plain_transformers(
 
     # Norm and change of the weights equal those of whole weights.
     before = dict(engine.masters())
-    change = WeightChange(engine)
+    change, sampled = WeightChange(engine), WeightChange(engine)
     change.before(step(10))
+    with mock.patch.object(meter, "SAMPLED", 1000):  # of more weights on each rank
+        sampled.before(step(10))
     engine.train_batch(batches, targets, 1e-2)
     taken = {name: float(value) for name, value in change.values(step(10)).items()}
+    with mock.patch.object(meter, "SAMPLED", 1000):
+        of_some = float(sampled.values(step(10))["update_ratio"])
     after = dict(engine.masters())
     assert change.values(step(11)) == {}
     ratio = norm({n: after[n] - before[n] for n in after}) / norm(before)
     assert taken["param_norm"] == pytest.approx(norm(after), rel=1e-5)
     assert taken["update_ratio"] == pytest.approx(ratio, rel=1e-3)
+    assert of_some == pytest.approx(ratio, rel=0.3)
     assert 1e-3 < ratio < 1

@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.inputs import Inputs
+from harness.estimate.inputs import Inputs, _layers_alike
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.timeline import estimate_memory, rank_timeline
+from harness.layout.shape import Shape
 from harness.layout.stages import stage_parameters
 from harness.plan.model_config import find_model_config
 from tests.estimate.runs import run_of
@@ -30,6 +31,12 @@ def bytes_in(run: Inputs, rank: int, phase: str) -> int:
     timeline = rank_timeline(run, rank)
     host = timeline.phase(phase, "host")
     return timeline.total(phase) + sum(host.values()) - host["process"]
+
+
+def test_checkpointed_layers_of_a_stage_count_from_the_first() -> None:
+    shape = Shape.from_hf({**SMALL, "num_hidden_layers": 4})
+    assert _layers_alike(shape, 3, 0, None) == [[0, 3], [1, 2]]
+    assert _layers_alike(shape, 3, 4, None) == [[0, 1, 3], [2]]  # 6 of 4 to 7
 
 
 @pytest.mark.parametrize(

@@ -89,7 +89,7 @@ def test_kernels_of_packages_not_named_are_hidden() -> None:
     assert found == [False, False, True]
 
 
-KERNEL_FAMILIES = ["lfm2", "qwen3_next", "jamba", "mamba", "mamba2", "bamba"]
+KERNEL_FAMILIES = ["lfm2", "qwen3_next", "mamba", "mamba2"]
 
 
 @pytest.mark.gate("memory")

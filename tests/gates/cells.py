@@ -90,7 +90,7 @@ def brief_cells() -> list[Cell]:
     """Return a few cells on two ranks, trained on every change: each precision, ZeRO
     stage from 1 on, parallel axis, and offload occur. Few families need few plain loops.
     """
-    families = {"pipeline": "llama_tied", "expert": "mixtral"}
+    families = {"pipeline": "llama_tied", "expert": "mixtral", "sequence": "mixtral"}
 
     def is_one(cell: Cell) -> bool:
         axis = next((axis for axis in families if getattr(cell.how, axis) > 1), None)

@@ -77,7 +77,6 @@ def main() -> int:
             rows.append(row)
             print(row.line(), flush=True)
     print(summary(rows))
-    print(_tolerances(rows))
     print(versions())
     return 1 if any(row.failures for row in rows) else 0
 
@@ -157,15 +156,6 @@ def summary(rows: list[Row]) -> str:
         f"{len(rows)} cells: every tensor equal in {len(equal)}; losses bit-equal in {len(bits)} "
         f"of {len(same)} on the same layout; {len(failed)} differ"
     )
-
-
-def _tolerances(rows: list[Row]) -> str:
-    allowed = {
-        row.cell.precision: f"{row.limit.loss:.0e} and {row.limit.norm:.0e}"
-        for row in rows
-        if not row.cell.same and _yardstick(row.cell.architecture) == EVERYWHERE
-    }
-    return f"between layouts losses and norms of the tied Llama may differ by {allowed}"
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The training loss, and losses by source: sums of the samples' individual losses."""
 
+import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -9,6 +10,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM
 
 from harness.models.loss import LossSetup, forward
+from harness.models.preferences import Pairs, Preferences
 from harness.models.sequence import DividedRows
 from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
@@ -29,6 +31,20 @@ def test_token_and_balancing_loss_sum_as_in_transformers() -> None:
     token_loss, auxiliary = forward(model, ids, shifted)
     assert auxiliary is not None
     assert float(token_loss / 16 + auxiliary) == pytest.approx(float(theirs), rel=1e-5)
+
+
+def test_pair_without_targets_on_a_side_does_not_count() -> None:
+    tallies = torch.zeros(2, 7, dtype=torch.float64)
+    losses = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
+    pairs = Pairs(torch.tensor([[0, 1, 2, 3]]), torch.zeros(2, 2))
+    loss = Preferences("dpo", 0.5, 0.0, 0.0, tallies)(
+        losses, torch.tensor([[5, 6, 7, -100]]), pairs
+    )
+    assert float(loss) == pytest.approx(math.log1p(math.exp(-0.5 * (2.0 - 1.0))))
+    loss.backward()
+    assert losses.grad is not None
+    assert losses.grad[2:].tolist() == [0.0, 0.0]
+    assert tallies[:, 0].tolist() == [0.0, 1.0]
 
 
 def test_padding_is_not_balanced() -> None:

@@ -167,9 +167,9 @@ def test_frequencies_are_those_of_the_factor(config: Config, tmp_path: Path) -> 
     import torch
 
     before = frequencies(config)
-    linear = load_from(tmp_path, config, "model.context=256", "model.rope=linear")
-    assert linear["max_position_embeddings"] == 256
-    torch.testing.assert_close(frequencies(linear), before / 4)
+    linear = load_from(tmp_path, config, "model.context=160", "model.rope=linear")
+    assert linear["max_position_embeddings"] == 160
+    torch.testing.assert_close(frequencies(linear), before / 2.5)
     stretched = load_from(tmp_path, config, "model.context=256")
     rotary = stretched.get("rope_parameters") or stretched["rope_scaling"]
     assert rotary["original_max_position_embeddings"] == 64

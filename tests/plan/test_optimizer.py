@@ -91,11 +91,11 @@ def test_groups_follow_the_first_rule_that_fits() -> None:
         GroupConfig(pattern="layer", lr_multiplier=0.5),
         GroupConfig(pattern="norm|head", lr_multiplier=2.0, weight_decay=0.3),
     ]
-    assert optimizer_groups(parameters, 0.1, rules, muon=True) == [
-        (Group(0.0), ["embed"]),
+    assert optimizer_groups(parameters, 0.1, rules, muon=True, adam_rate=0.25) == [
+        (Group(0.0, 0.25), ["embed"]),
         (Group(0.1, 0.5, muon=True), ["layer.q"]),
-        (Group(0.0, 0.5), ["layer.norm"]),
-        (Group(0.3, 2.0), ["head"]),
+        (Group(0.0, 0.125), ["layer.norm"]),
+        (Group(0.3, 0.5), ["head"]),
     ]
 
 

@@ -15,27 +15,9 @@ from tests.real_runs import REPOSITORY, TRAIN, events, start, wait
 from tests.tables import beside
 
 WORDS = {name: text.split() for name, text in beside(__file__, "learning.toml").items()}
-JOBS: dict[str, tuple[list[object], int]] = {
-    "text": ([TRAIN], 220),
-    "shuffled": (["-m", "tests.run.learning_job"], 120),
-}
 DEMO = REPOSITORY / "docs" / "demo.toml"
 ZERO3 = REPOSITORY / "ds_configs" / "zero3.json"
 FP32 = REPOSITORY / "ds_configs" / "fp32.json"
-
-
-@pytest.mark.gate("runs")
-def test_default_job_learns_but_not_shuffled_targets(tmp_path: Path) -> None:
-    jobs = []
-    for name, (program, steps) in JOBS.items():  # each has one thread; they share the machine
-        words = [f"--deepspeed={FP32}", f"run.dir={tmp_path / name}", f"train.steps={steps}"]
-        command = [sys.executable, *program, *words, *WORDS["brief"]]
-        jobs.append(start(command, tmp_path, ranks=1, logs=tmp_path / f"{name}-logs"))
-    for job in jobs:
-        wait(job, timeout_s=1500).succeeded()
-    (baselines,) = events(RunFolder(tmp_path / "text"), "baselines")
-    assert _eval_loss(tmp_path / "text") < baselines["unigram_nats"] - 1.0
-    assert _eval_loss(tmp_path / "shuffled") > baselines["unigram_nats"] - 0.3
 
 
 def test_the_demo_has_as_many_ids_as_pieces() -> None:
@@ -52,7 +34,8 @@ def test_the_demo_is_below_a_bigram_model_and_writes_python(tmp_path: Path) -> N
     wait(group, timeout_s=3000).succeeded()
     run = RunFolder(tmp_path / "run")
     (baselines,) = events(run, "baselines")
-    assert _eval_loss(run.path) < baselines["bigram_nats"] - 0.1
+    # If a position saw its own target, the loss would go to zero.
+    assert 1.0 < _eval_loss(run.path) < baselines["bigram_nats"] - 0.1
     (sample,) = events(run, "sample")
     words = {"def", "self", "return", "if", "import", "class", "for", "None", "raise", "else"}
     assert len(words & {*re.findall(r"\w+", sample["text"])}) >= 3

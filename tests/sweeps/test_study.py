@@ -13,7 +13,7 @@ from harness.errors import ConfigError
 from harness.launch.ranks import Ranks
 from harness.runfolder import RunFolder
 from tools.sweep import _run_array
-from tools.sweeps import cost
+from tools.sweeps import cost, running
 from tools.sweeps.cost import Budget, Record, Used, lane_problems
 from tools.sweeps.ranking import ranked
 from tools.sweeps.running import Queue, _lane_environment, run_task
@@ -173,11 +173,14 @@ def test_study_resumes_with_more_trials_but_not_another_search(tmp_path: Path) -
     assert "search.optim.lr.to is 2.0" in str(error.value)
 
 
-def test_trials_share_the_cores_of_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trials_share_cores_and_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(8))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert _lane_environment(ranks=2, parallel=2, lane=1) == {"OMP_NUM_THREADS": "2"}
+    monkeypatch.setattr(running, "find_accelerator", lambda: "cuda")
+    monkeypatch.setattr(running, "visible_gpus", lambda: ["2", "3", "6", "7"])
+    assert _lane_environment(ranks=2, parallel=2, lane=1) == {"CUDA_VISIBLE_DEVICES": "6,7"}
 
 
 @pytest.mark.parametrize(
