@@ -21,7 +21,7 @@ from tools.sweeps.study import Study
 
 pytestmark = pytest.mark.gate("tools")
 
-RATES = "optim.lr = {from = 1e-4, to = 0.3, log = true, points = 8}"
+RATES = "optim.lr = {from = 1e-4, to = 0.3, log = true, points = 6}"
 
 
 def records(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
@@ -38,11 +38,11 @@ def test_early_stopped_random_sweep_nears_grid_at_a_third(
     data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     exhaustive = write_sweep(tmp_path, "grid", "method = 'grid'\nparallel = 2", RATES, data)
-    whole = 8 * STEPS
+    whole = 6 * STEPS
     few = f"trials = 40\nprune = true\nparallel = 2\nbudget.steps = {whole // 3}"
     stopped = write_sweep(tmp_path, "random", few, RATES, data)
     output = ended(start(exhaustive))
-    assert f"8 of 8 trials, {whole} steps" in output
+    assert f"6 of 6 trials, {whole} steps" in output
     output = ended(start(stopped), code=75)  # the budget ends it
     assert "raise sweep.budget.steps" in output
     by_grid, by_random = (records(path, monkeypatch) for path in (exhaustive, stopped))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.real_runs import REPOSITORY, SHORT_RUN, SMALL_MODEL, environment
 
-STEPS = 40
+STEPS = 32
 _RUN = (*SMALL_MODEL, *SHORT_RUN, "train.global_batch=64", "train.micro_batch=32")
 _RUN += (f"train.steps={STEPS}", "optim.warmup_steps=4", "eval.every=4")
 
