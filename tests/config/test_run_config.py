@@ -321,7 +321,7 @@ def test_every_list_and_table_has_an_example_that_it_takes(toml: Callable[[str],
     assert problem.endswith('it must be a table, as in data.where={language="de"}')
 
 
-def test_a_measurement_is_due_on_the_next_line_after_its_multiple() -> None:
+def test_a_measurement_is_due_at_the_first_line_after_it() -> None:
     log = LogConfig(every=7)
     assert [step for step in range(60) if log.is_due(step, 10)] == [0, 14, 21, 35, 42, 56]
     assert not any(log.is_due(step, 0) for step in range(60))

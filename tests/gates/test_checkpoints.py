@@ -59,7 +59,7 @@ def test_the_covering_set_is_small_and_covers_all() -> None:
     assert set().union(*map(trip_covers, chosen)) == possible
 
 
-def test_every_sound_layout_is_left_and_reached_in_every_precision() -> None:
+def test_each_layout_is_left_and_reached_in_every_precision() -> None:
     few = {*DIVIDED_STAGES, *EXPERT_SIDES, *ROW_SIDES}  # not combined with all others
     cells = [c for c in covering_trips() if not few & {c.source.layout, c.target.layout}]
     for precision in PRECISIONS:

@@ -13,7 +13,7 @@ from tests.run_tools import run_tool
 
 
 @pytest.mark.gate("models")
-def test_divided_families_have_the_undivided_models_loss_and_gradients() -> None:
+def test_divided_families_have_undivided_loss_and_gradients() -> None:
     # Windows and a separate norm for queries; parallel layers; biases; a trained activation.
     families = ("gemma3_text", "cohere2", "starcoder2", "apertus")
     done = run_tool("compare_divided", "--families", *families)
@@ -33,7 +33,7 @@ def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
 
 @pytest.mark.gate("models")
 @pytest.mark.parametrize("family", ["mamba2", "recurrent_gemma", "falcon_h1", "xlstm"])
-def test_a_family_is_trained_resumed_in_another_layout_and_exported(
+def test_families_train_resume_in_another_layout_and_export(
     family: str, zygote: Zygote, tmp_path: Path
 ) -> None:
     write_corpus(tmp_path / "corpus.jsonl", 60)

@@ -21,7 +21,7 @@ MARK = re.compile(r'(?:mark\.gate|rest_in_gate, |rest_in_gate)\(?"(\w+)"')
 TOOLS = re.compile(r"^\s*(?:from|import) tools\b", re.MULTILINE)
 
 
-def test_every_marked_file_belongs_to_its_gate_which_depends_on_the_tools_that_it_imports() -> None:
+def test_marked_files_belong_to_their_gate_and_its_tools() -> None:
     lost = []
     for path in (gates.REPOSITORY / "tests").rglob("*.py"):
         name, text = path.relative_to(gates.REPOSITORY), path.read_text()

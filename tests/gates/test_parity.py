@@ -81,7 +81,7 @@ def test_no_pair_of_values_changes_what_is_learned(half: int) -> None:
     assert f"{len(cells)} cells, 0 differ" in done.stdout
 
 
-def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> None:
+def test_brief_cells_hold_each_stage_precision_and_axis() -> None:
     brief = brief_cells()
     assert set(brief) < set(parity_cells())
     assert {cell.ranks for cell in brief} == {2}
@@ -92,7 +92,7 @@ def test_the_brief_set_holds_every_stage_precision_and_axis_and_is_small() -> No
     assert len(brief) <= 6
 
 
-def test_the_covering_set_is_small_and_holds_every_pair_that_can_occur() -> None:
+def test_covering_cells_are_few_and_hold_every_possible_pair() -> None:
     possible = set().union(*(covers(cell) for cell in parity_cells() if cell.layout not in NVME))
     assert len(possible) == 330  # with fewer, the set would promise less
     assert set().union(*map(covers, covering_cells())) == possible
@@ -143,14 +143,14 @@ def test_what_is_not_a_number_is_a_failure(changes: dict[str, object], quantity:
     assert quantity in distance.exceeds(ZERO.scaled(1e9))
 
 
-def test_one_parameter_that_is_not_a_number_does_not_hide_behind_others() -> None:
+def test_a_nan_parameter_is_not_hidden_by_others() -> None:
     two = {"w": torch.ones(4), "v": torch.ones(4)}
     for broken in ("w", "v"):
         spoiled = trajectory(gradients={**two, broken: torch.full((4,), torch.nan)})
         assert difference(spoiled, trajectory(gradients=two)).exceeds(ZERO) == ["gradient"]
 
 
-def test_a_verdict_takes_as_many_orders_as_it_needs_and_is_that_of_all() -> None:
+def test_verdict_of_few_orders_equals_that_of_all() -> None:
     cell, distance = covering_cells()[0], Difference(2.0, 0.0, 0.0, 0.0, 0.0, 0.0)
     tolerances = [replace(ZERO, initial_loss=allowed) for allowed in (0.5, 2.0, 3.0)]
     for some, failures in ((tolerances, []), (tolerances[:1], ["initial_loss"])):
@@ -200,7 +200,7 @@ def test_the_plain_loop_of_a_gpu_has_its_models_and_learns(
     assert min(losses) <= (1 - LEAST_FALL) * losses[0]
 
 
-def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
+def test_nondeterministic_kernels_widen_only_by_their_spread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Fused attention adds atomically on a GPU; on a CPU nothing is computed twice."""
@@ -221,7 +221,7 @@ def test_kernels_that_differ_the_second_time_widen_no_more_than_they_differ(
     assert order < 1e-6
 
 
-def test_jobs_that_this_machine_cannot_do_end_with_its_lack_before_any_is_done(
+def test_jobs_that_lack_a_library_end_before_any_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("CXX", "/bin/false")

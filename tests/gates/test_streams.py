@@ -42,7 +42,7 @@ def test_a_read_on_another_stream_races_until_it_waits(device: Device) -> None:
     assert races(device) >= 2
 
 
-def test_an_event_orders_what_was_launched_before_it_was_recorded(device: Device) -> None:
+def test_an_event_orders_what_was_launched_before_it(device: Device) -> None:
     side, value, event = Stream(device.timeline), torch.zeros(4), Event(device.timeline)
     event.record()
     value += 1
@@ -56,7 +56,7 @@ def test_an_event_orders_what_was_launched_before_it_was_recorded(device: Device
     assert races(device) == 1
 
 
-def test_the_host_reads_pinned_memory_after_it_has_waited_for_the_copy(device: Device) -> None:
+def test_host_reads_pinned_memory_after_awaiting_its_copy(device: Device) -> None:
     gradient, copy = torch.zeros(4), device.pin(torch.zeros(4))
     for waits in (lambda: None, Event(device.timeline).synchronize):
         waits()  # for an event recorded before the copy
@@ -131,7 +131,7 @@ def test_what_has_to_hold() -> None:
     assert "`deepspeed/runtime/engine.py:1`" in page
 
 
-def test_the_committed_page_is_of_every_run_and_names_what_decides() -> None:
+def test_committed_page_names_every_run_and_what_decides() -> None:
     committed = (REPOSITORY / "docs" / "host_waits.md").read_text()
     assert re.findall(r"^\| ([\w-]+) \|.*\|.*\|.*\|.*\|.*\|$", committed, re.M)[1:] == [
         cell.name for cell in all_cells()
