@@ -42,7 +42,7 @@ demo: setup
 test: setup
 	$(VENV)/bin/python -m pytest -q -n 2 --durations 10
 
-# Covering sets, planted defects, faults, Slurm, pages: about 70 minutes on two cores. Stopped, it goes
+# Covering sets, planted defects, faults, Slurm, pages: about 45 minutes on two cores. Stopped, it goes
 # on where it was. `make gates ONLY="faults slurm"` runs these; tests/gates/gates.toml lists all, also
 # those that run only by name: gguf, mutants, oldest and newest.
 gates: setup
