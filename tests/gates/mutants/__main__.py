@@ -112,7 +112,7 @@ def run_tests(tests: list[str], limit_s: float) -> int | None:
     exit code, or None after `limit_s`. Not by harness/launch: the change may be in it.
     """
     shutil.rmtree(SCRATCH, ignore_errors=True)
-    SCRATCH.mkdir()
+    SCRATCH.mkdir(exist_ok=True)  # a process of the last change may still write
     options = ["-q", "-x", "-p", "no:cacheprovider", "--tb=short", f"--basetemp={SCRATCH}/base"]
     place = {test: place for place, test in enumerate(tests)}
 
