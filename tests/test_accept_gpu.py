@@ -193,6 +193,12 @@ def test_parity_is_read_off_the_lines_of_the_gate(tmp_path: Path) -> None:
             gate.judge("zero1", cell, worst)
 
 
+def test_curves_that_are_apart_fail(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "closeness", lambda *_: (False, "apart"))
+    with pytest.raises(Failed, match="apart"):
+        runs._close(mock.MagicMock(), [], [], [])
+
+
 def test_cells_and_cases_are_those_of_the_gates() -> None:
     assert {cell_of(*names, ranks=2) for names in parity._CELLS} <= {c.name for c in parity_cells()}
     assert {*measured_steps._CPU_CASES} <= {case.name for case in memory_cases()}
@@ -330,7 +336,7 @@ def test_rungs_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.Monk
 @pytest.mark.gate("tools")
 def test_steps_hold_on_two_cpu_ranks(tmp_path: Path) -> None:
     """All but those that other gates measure, or that count what only a GPU has."""
-    elsewhere = ("attention", "waits", "memory", "speed")
+    elsewhere = ("parity", "attention", "waits", "memory", "speed")
     out, names = tmp_path / "out.json", [s.name for s in STEPS if s.name not in elsewhere]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TMPDIR", str(tmp_path))

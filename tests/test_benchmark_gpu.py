@@ -60,14 +60,14 @@ def test_the_device_is_waited_for_between_windows_of_steps() -> None:
 
 def test_waits_of_a_gpu_are_counted_in_an_untimed_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in for a run whose device is a GPU: every step reads a tensor once."""
-    waited = []
+    waited, modes, losses = [], [], iter((4.0, 3.0, 2.0, 1.0))
     monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 0)
-    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", waited.append)
 
     def train_batch() -> SimpleNamespace:
         warnings.warn("called a synchronizing CUDA operation", stacklevel=1)
-        return SimpleNamespace(loss_share=torch.tensor(2.0))
+        return SimpleNamespace(loss_share=torch.tensor(next(losses)))
 
     engine = SimpleNamespace(device=SimpleNamespace(type="cuda"), train_batch=train_batch)
     recorder = Recorder(SimpleNamespace(engine=engine, sum=torch.Tensor.tolist), 1, 2)
@@ -79,8 +79,9 @@ def test_waits_of_a_gpu_are_counted_in_an_untimed_step(monkeypatch: pytest.Monke
             engine.train_batch()
     report = recorder.report()
     assert len(waited) == 3  # at the ends of two windows with one step each, and before them
-    assert report["losses"] == [2.0] * 3
+    assert (report["losses"], report["loss"]) == ([4.0, 3.0, 2.0], 2.0)
     assert report["host_waits_per_step"] == 1
+    assert modes[-1] == 0  # as before
     assert report["step_time_s"] > 0
 
 

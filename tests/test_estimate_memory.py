@@ -12,10 +12,13 @@ import pytest
 
 from harness.errors import ExitCode
 from harness.estimate.fit import Ways
-from harness.estimate.memory_item import PHASES
+from harness.estimate.memory_item import GIB, PHASES
+from harness.estimate.timeline import estimate_memory
 from harness.report.palette import COMPONENTS
+from tests.estimate.runs import run_of
 from tests.run_tools import run_tool
 from tests.tables import beside
+from tools.memory.plot import estimate_drawn
 from tools.memory.sweep import Point
 from tools.memory.text import describe
 from tools.plan_args import add_kernels, add_plan_arguments, plan_of
@@ -128,10 +131,16 @@ def test_sweep_and_plot(tmp_path):
     assert sum("micro_batch" in line and "seq_len" in line for line in text.splitlines()) == 6
     drawn = picture.read_text()
     assert "tokens in a sample" in drawn
+    assert all(f">{label}</text>" in drawn for label in (1, 2, 4, 128, 256))
     assert "backward begins" not in drawn  # only the requested sweep
     assert "micro-batch 1 x" not in drawn  # which differs by point
     run("--plot", str(picture.with_suffix(".png")))
     assert picture.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_line_of_the_gpu_is_at_its_memory():
+    figure = estimate_drawn(estimate_memory(run_of("llama-1b"), 80 * GIB), "", "")
+    assert [line.get_ydata()[0] for axis in figure.axes for line in axis.lines] == [80, 80]
 
 
 def test_the_picture_has_six_colours_and_says_whose_it_is(tmp_path):

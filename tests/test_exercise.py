@@ -32,6 +32,7 @@ def test_an_exercise_tells_mistakes_apart(number: str) -> None:
         assert max(map(len, task.text().splitlines())) <= 80
         assert task.judge(task.shown(task.truth)) == []
         assert task.judge(f"{task.truth * 1.2 if task.within else task.truth + 2}") != []
+        assert "too high" in task.judge("1e30")[0]
         assert task.wrong
         for value, why in task.wrong:
             assert why in task.judge(task.shown(value))

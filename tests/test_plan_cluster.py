@@ -213,6 +213,15 @@ def shown(answered: Answer) -> list[Layout | None]:
     return [each.layout if each and each.answers else None for each in some]
 
 
+def test_rows_divided_too_often_keep_their_residuals_whole() -> None:
+    question = question_of(arguments(*SMALL[:-1], 24, "--global-batch", 64))
+    layout = next(layouts(question.some.shape, 4, 4, 24, 64, lora=False))
+    base = question.base[layout.state]
+    for sequence, divides in ((1, True), (4, False)):  # 24 and 6 tokens over 4 tensor ranks
+        divided = replace(layout, tensor=4, sequence=sequence)
+        assert divided.inputs(base, 16, 64, False, False).divides_residuals == divides
+
+
 def test_shown_layouts_are_planned_and_rejected_ones_excluded() -> None:
     question = question_of(arguments(*JOB))
     every = [*layouts(question.some.shape, 4, 4, 1024, 64, lora=False)]
@@ -475,6 +484,11 @@ def test_one_card_of_24_gib_trains_7b_offloaded_or_with_adapters() -> None:
     stages = {row["deepspeed"]["zero_optimization"]["stage"] for row in rows}
     assert stages == {1, 2}
     assert min(row["peak_gib"] for row in rows) < adapters["peak_gib"]
+
+
+def test_a_node_has_host_memory_for_each_of_its_gpus() -> None:
+    assert question_of(arguments(*JOB)).host_bytes == 4 * 256 * GIB
+    assert question_of(arguments(*JOB, "--host-memory", 10)).host_bytes == 10 * GIB
 
 
 def test_a_small_host_excludes_offload(planned: dict[str, Any]) -> None:

@@ -93,6 +93,17 @@ def test_a_rank_out_of_line_is_named(
     assert bool(result.todo) == (verdict != "ok")
 
 
+def test_weights_that_cannot_be_read_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.safetensors").symlink_to("nowhere")
+    monkeypatch.setattr(files, "DataSpec", mock.MagicMock())  # no data: all is read
+    monkeypatch.setattr(files, "cached_fingerprint", lambda _: None)
+    config = RunConfig.model_validate({"model": {"init_from": str(tmp_path)}})
+    (problem,) = files.look(replace(plan(), config=config), False, True).problems
+    assert problem.startswith(f"model.init_from: cannot read {tmp_path}/a.safetensors: ")
+
+
 def test_healthy_nodes_are_ready() -> None:
     rows = judge(plan(), HOSTS, healthy())
     assert [result for result in rows if result.verdict != "ok"] == []

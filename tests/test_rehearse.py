@@ -505,6 +505,15 @@ def forked(
     return ending(partial(start, command, cwd, ranks, logs=logs))
 
 
+def test_one_of_several_rehearsals_that_fails_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    def one(asked: Any, *_: Any) -> tuple[rehearse.Result, int]:
+        return rehearse.Result(asked.deepspeed_path.name), int("zero1" in str(asked.deepspeed_path))
+
+    monkeypatch.setattr(rehearse, "_one", one)
+    assert rehearse.main(["--all", "--only=zero2.json", "--only=zero3.json"]) == 0
+    assert rehearse.main(["--all", "--only=zero1.json", "--only=zero3.json"]) == 1
+
+
 @pytest.mark.gate("tools")
 def test_rehearsal_detects_another_seed_on_resume(
     tmp_path: Path,

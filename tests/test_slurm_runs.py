@@ -89,14 +89,6 @@ def test_fine_tuning_survives(slurm: PrivateSlurm, fine_tuning: list[str], tmp_p
     lines = [json.loads(line) for line in run.metrics_path.read_text().splitlines()]
     assert sum("loss" in line for line in lines) <= MANY_STEPS + 3 * 4  # four between two saves
 
-    lower, folder = RunFolder(tmp_path / "lower"), tmp_path / "branch"
-    folder.mkdir()
-    other = (f"resume.from={run.path}@8", f"run.dir={lower.path}", "optim.lr=1e-5")
-    shorter = ("train.steps=12", "resume.allow=train.steps")
-    branch = submit(slurm, folder, *fine_tuning, *other, *shorter, preflight=False)
-    assert branch.codes() == [0], branch.output
-    assert events(lower, "branched")[0]["step"] == 8
-
 
 def process_of(run: RunFolder, rank: int) -> int:
     """Return a rank's process id from its own heartbeat."""

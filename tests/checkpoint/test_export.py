@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.checkpoint import export
 from harness.checkpoint.export import replacing, sweep, write_adapters, write_model
-from harness.checkpoint.hub_layout import rewrite_config, rewrite_tokenizer_config
+from harness.checkpoint.hub_layout import HubLayout, rewrite_config, rewrite_tokenizer_config
 from harness.checkpoint.index import BUFFER, WEIGHT, Index, to_index
 from harness.checkpoint.reader import Reader
 from harness.checkpoint.tensor_file import Fragment, TensorWriter, write_fragments
@@ -108,6 +108,12 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], expected: dict[str, torch
     for name, tensor in expected.items():
         assert (ours[name].dtype, ours[name].shape) == (tensor.dtype, tensor.shape), name
         assert torch.equal(ours[name], tensor), name
+
+
+def test_each_tensor_of_experts_is_converted_by_itself() -> None:
+    """For the memory that it takes."""
+    layout = HubLayout(skeleton(hf_config(MODELS["mixtral"]), torch.float32, "eager"), 1)
+    assert {len(part.sources) for part in layout._parts} == {1}
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])

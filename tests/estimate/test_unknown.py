@@ -188,8 +188,8 @@ def test_a_class_that_cannot_be_built_is_one_report(tmp_path: Path) -> None:
 
 
 def test_a_padding_token_outside_of_the_vocabulary_is_named() -> None:
-    with pytest.raises(ValueError, match=r"pad_token_id is 999, .* set model\.overrides\.pad_tok"):
-        hf_config({"model_type": "glm", **SIZES, "pad_token_id": 999})
+    with pytest.raises(ValueError, match=r"pad_token_id is 512, .* set model\.overrides\.pad_tok"):
+        hf_config({"model_type": "glm", **SIZES, "pad_token_id": 512})
 
 
 @pytest.mark.parametrize(

@@ -41,6 +41,11 @@ def test_the_ranks_outside_the_majority_are_named() -> None:
     assert outliers({}, None) == {}
 
 
+def test_differing_ranks_of_all_groups_are_joined() -> None:
+    found = [saving._Compared(differing={"k": ranks}) for ranks in ([3], [0, 2], [2])]
+    assert saving._together(found).differing == {"k": [0, 2, 3]}
+
+
 @ranks(3)
 def test_the_largest_difference_of_copies_is_told() -> None:
     weight = torch.tensor([4.0, 1.0 + dist.get_rank() / 8])

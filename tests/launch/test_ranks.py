@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from harness.launch import fork_server, ranks
+from harness.launch.fork_server import Zygote
 from harness.launch.ranks import Ranks, ending, started
 from tests.gates import jobs
 from tests.real_runs import environment, imported, wait_for
@@ -32,6 +33,26 @@ def test_whichever_rank_fails_the_other_does_not_outlive_it(failing: int) -> Non
     assert (ended.codes[failing], ended.codes[1 - failing]) == (7, None)
     assert max(ended.seconds) < 120.0
     assert group.processes[1 - failing].returncode == -signal.SIGTERM
+
+
+def test_signals_during_a_start_are_handled_after_it() -> None:
+    come: list[int] = []
+    before = signal.signal(signal.SIGUSR1, lambda number, _: come.append(number))
+    try:
+        with ranks.deferred(signal.SIGUSR1):
+            signal.raise_signal(signal.SIGUSR1)
+            assert come == []
+        assert come == [signal.SIGUSR1]
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_process_that_outlives_its_ranks_is_listed(zygote: Zygote, tmp_path: Path) -> None:
+    sleeping = "__import__('subprocess').Popen(['sleep', '60'])"
+    assert zygote.run(["-n1", "-r1", sleeping], tmp_path, ranks=1, main="timeit").codes == [0]
+    (left,) = zygote.left
+    zygote.left.clear()
+    assert left.endswith(f": sleep 60 ({tmp_path})")
 
 
 _STARTS_ANOTHER = "read line; sleep 1000 & echo $!; wait"

@@ -129,6 +129,8 @@ def test_per_layer_lists_match_the_overridden_layer_count(tmp_path: Path) -> Non
     config = {"model_type": "gemma3_text", "num_hidden_layers": 3, "layer_types": kinds}
     two = load_from(tmp_path, config, "model.overrides.num_hidden_layers=2")
     assert two["layer_types"] == kinds[:2]
+    words = ("model.overrides.num_hidden_layers=6", f"model.overrides.layer_types={2 * kinds}")
+    assert load_from(tmp_path, config, *words)["layer_types"] == 2 * kinds
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt", "phi3", "falcon", "gpt_neox", "gptj"])

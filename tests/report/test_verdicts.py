@@ -50,6 +50,13 @@ def test_a_printed_command_gives_the_same_plan(tmp_path, words, changes):
         assert resume_problems(record, again, []) == []
 
 
+def test_a_line_may_be_newer_than_the_status(tmp_path):
+    lines = [line_at(step, gpu_hours=step / 10) for step in (1, 2, 3)]
+    old = {"outcome": "running", "step": 1, "gpu_hours": 0.1, "time": "2026-09-01T00:00:00+00:00"}
+    run = read(write_run(tmp_path / "run", lines, **old))
+    assert (run.step, run.gpu_hours, run.last_sign) == (3, 0.3, lines[-1]["unix_time_s"])
+
+
 def test_a_command_repeats_lists_and_tables(tmp_path):
     mix = [{"path": "a.txt", "share": 0.5, "name": None}, {"path": "b c.txt"}]
     the_plan = plan()

@@ -13,6 +13,7 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from harness.config.batch import Slice
 from harness.config.run_config import RunConfig
@@ -21,11 +22,12 @@ from harness.layout.world import World
 from harness.plan.make import make_plan, takes
 from harness.run import live_memory
 from harness.run.data_decisions import _vocabulary
-from harness.run.finish import _as_block, continued, question_of
+from harness.run.finish import _as_block, _clock, continued, question_of
 from harness.run.live_memory import Compared, MemoryCheck, is_out_of_memory, live_storages
 from harness.run.meter import Meter, expert_load, monitor_events
 from harness.run.progress import Progress
 from harness.run.reporting import explain_out_of_memory
+from tests.ranks import ranks
 from tests.real_runs import REPOSITORY
 from tests.tables import beside
 
@@ -165,8 +167,8 @@ def test_rates_cover_all_steps_and_gpus_since_the_last_line(
     plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))
     step: Any = SimpleNamespace(tokens=96, positions=128, waited_s=0.25, reads=Slice(0, 8))
     lines = []
-    for ranks in (1, 2):
-        meter = Meter(replace(plan, world=replace(plan.world, world_size=ranks)))
+    for count in (1, 2):
+        meter = Meter(replace(plan, world=replace(plan.world, world_size=count)))
         now[0] += 60.0
         meter.restart()  # after an evaluation
         for _ in range(4):
@@ -209,6 +211,14 @@ def test_sample_ends_at_length_stop_time_or_nonfinite_logits() -> None:
     assert _text(set(), up_after=3) == [2, 3, 4]
     nothing = torch.full((12,), math.nan)
     assert continued(lambda _: nothing, [1], 10, set(), 8, 4, 0, lambda: False) == []
+
+
+@ranks(2)
+def test_rank_0_ends_a_sample_whose_time_is_up() -> None:
+    """Otherwise the others would wait for the ranks that go on."""
+    for of_rank_0, of_rank_1 in ((0.0, 600.0), (600.0, 0.0)):
+        is_up = _clock(of_rank_1 if dist.get_rank() else of_rank_0)
+        assert is_up() == (of_rank_0 == 0.0)
 
 
 # --- messages about the vocabulary ---

@@ -38,7 +38,8 @@ def upgrade(port: int, **headers: str) -> int:
 def test_its_own_pages_are_answered(studio: Studio) -> None:
     """This shows that the refusals below are not accidents of the requests."""
     own = f"http://127.0.0.1:{studio.port}"
-    assert ask(studio.port)[0] == 200
+    status, _, body = ask(studio.port)
+    assert (status, "Formula, source and code" in body) == (200, True)
     assert ask(studio.port, Host="localhost:9000")[0] == 200  # as through a forwarded port
     assert ask(studio.port, SOCKET, Origin=own)[0] == 200
     assert upgrade(studio.port, Origin=own) == 101

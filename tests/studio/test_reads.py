@@ -53,6 +53,12 @@ def test_a_run_is_shown_with_its_targets(runs: Path) -> None:
     assert sum(isinstance(figure, Chart) for figure in shown) == 3, "short on a phone"
 
 
+def test_a_run_in_progress_tells_its_minutes_left(runs: Path) -> None:
+    lines = [line_at(step, step_time_s=3.0) for step in range(1, 41)]
+    runs_of_reports.write_run(runs / "first", lines, outcome="running", step=40)
+    assert "of 200 8.0 minutes left" in "".join(map(html_of, figures_of("runs")))
+
+
 def test_trials_below_a_sweep_are_runs(runs: Path) -> None:
     write_run(runs / "sweep/trial-1")
     assert names() == ["sweep/trial-1"]

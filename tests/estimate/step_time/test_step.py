@@ -15,6 +15,7 @@ from harness.estimate.step_time.step import (
     StepTime,
     estimate_time,
     optimizer_seconds,
+    synchronised,
 )
 from harness.layout.adapters import Adapters, Quantization
 from harness.layout.attention_table import ATTENTIONS
@@ -73,6 +74,16 @@ def test_recomputation_costs_a_forward_pass() -> None:
     assert 0.2 < full.terms["again"] / full.seconds < 0.27
     assert 0 < selective.terms["again"] < full.terms["again"]
     assert timed().terms["again"] > 0  # logits in chunks are computed twice
+
+
+@pytest.mark.parametrize(("stage", "share"), [(1, 1), (2, 8)])
+def test_sums_of_gradients_are_sharded_from_zero_2_on(stage: int, share: int) -> None:
+    one, eight = (
+        synchronised(run(stage=stage, ranks=n, grad_accum_dtype="fp32"), 0, MACHINE).accumulated
+        for n in (1, 8)
+    )
+    assert one == pytest.approx([share * seconds for seconds in eight])
+    assert min(one) > 0
 
 
 @pytest.mark.parametrize("way", ["none", "selective", "full", 2, "reversible"])
