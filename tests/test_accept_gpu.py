@@ -75,9 +75,7 @@ def test_the_table_fits_80_columns_whatever_a_step_prints(planted: tuple[Any, An
     assert "3/5 failing: failing?" in done.stderr
 
 
-def test_a_step_that_hangs_fails_with_its_place(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_step_that_hangs_fails_with_its_place(tmp_path, monkeypatch, capsys) -> None:
     (hangs := tmp_path / "hangs").write_text('#!/bin/sh\nprintf hanging > "$4/now"; sleep 60')
     hangs.chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(hangs))
@@ -215,9 +213,7 @@ def test_one_rank_has_no_replicas(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("accelerator", ["cpu", "cuda"])
-def test_runs_that_block_are_only_trained_on_gpus(
-    accelerator: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_runs_that_block_are_only_trained_on_gpus(accelerator: str, tmp_path, monkeypatch) -> None:
     for name in ("gate", "train"):
         monkeypatch.setattr(Bench, name, mock.Mock(side_effect=Failed("not trained here")))
     bench = Bench(tmp_path, tmp_path, 1, accelerator)
@@ -227,9 +223,7 @@ def test_runs_that_block_are_only_trained_on_gpus(
 
 
 @pytest.mark.parametrize("estimated", [0.8, 1.2])
-def test_peaks_on_gpus_are_held_to_the_estimate(
-    estimated: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_peaks_on_gpus_are_held_to_the_estimate(estimated: float, tmp_path, monkeypatch) -> None:
     line = {f"peak_{kind}_gib": 1.0 for kind in ("allocated", "reserved", "process")}
     line["estimated_gib"] = estimated
     monkeypatch.setattr(measured_steps, "measured", lambda *of: line)

@@ -193,9 +193,7 @@ def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(("score", "is_kept"), [(0.7, True), (0.6, False)])
-def test_language_needs_its_threshold(
-    score: float, is_kept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_language_needs_its_threshold(score: float, is_kept: bool, tmp_path, monkeypatch) -> None:
     model = mock.Mock()
     model.predict.return_value = (["__label__en", "__label__de"], [score, 0.1])
     monkeypatch.setattr(steps, "language_model", lambda path: model)

@@ -79,9 +79,7 @@ def test_text_that_is_no_answer_is_refused(typed: str) -> None:
         read_answer(typed, "GiB")
 
 
-def test_solved_exercises_are_kept_until_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_solved_exercises_are_kept_until_forgotten(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setenv("STUDENT", "Anna")
 

@@ -124,9 +124,7 @@ def test_a_plan_that_does_not_say_what_was_trained_is_named(
 
 
 @pytest.mark.gate("runs")
-def test_a_checkpoint_of_another_loss_is_no_good_one(
-    copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_checkpoint_of_another_loss_is_no_good_one(copy: RunFolder, tmp_path, capsys) -> None:
     """All files are as signed, but the weights do not give the saved loss."""
     checkpoint = checkpoint_of(str(copy.path))
     off = replace(checkpoint.manifest, probe_loss=1000.0)
@@ -152,9 +150,7 @@ def test_damaged_checkpoint_is_refused(copy: RunFolder, capsys: pytest.CaptureFi
 
 
 @pytest.mark.gate("runs")
-def test_what_is_no_file_of_a_tokenizer_is_not_shared(
-    copy: RunFolder, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_no_file_of_a_tokenizer_is_not_shared(copy: RunFolder, tmp_path, capsys) -> None:
     """A run from someone else may contain links to files of the user who exports it."""
     secret = tmp_path / "secret"
     secret.write_text("not to be shared")
@@ -206,9 +202,7 @@ NEEDED = ["{}", *(json.dumps({"run": {}, "model_config": {}, **keys}) for keys i
 
 
 @pytest.mark.parametrize("text", [*BROKEN, *NEEDED])
-def test_a_broken_plan_is_named(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_broken_plan_is_named(text: str, tmp_path, capsys) -> None:
     """Both tools that read it report it."""
     path, show_batch = tmp_path / "plan.json", import_module("tools.show_batch").main
     path.write_text(text)

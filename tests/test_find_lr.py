@@ -70,9 +70,7 @@ def test_ranks_of_srun_share_a_folder_and_one_of_them_reports(
 
 
 @pytest.mark.parametrize("words", [["--json"], []])
-def test_find_lr_prints_json_only_if_asked(
-    words: list[str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_find_lr_prints_json_only_if_asked(words: list[str], monkeypatch, capsys) -> None:
     curve = [1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0, 99.0]
     monkeypatch.setattr(find_lr, "_on_all_ranks", lambda *of: curve)
     assert main(words) == 0

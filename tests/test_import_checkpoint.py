@@ -156,9 +156,7 @@ def test_foreign_dict_is_rejected_with_file_and_key(
     assert not [*new.glob("checkpoints/*")]
 
 
-def test_a_folder_within_a_file_is_a_wrong_argument(
-    source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_within_a_file_is_a_wrong_argument(source: Path, tmp_path, capsys) -> None:
     (tmp_path / "file").write_text("mine")
     assert main([str(source), "--out", str(tmp_path / "file" / "x")]) == 2
     assert str(tmp_path / "file" / "x") in capsys.readouterr().err

@@ -93,9 +93,7 @@ def test_a_rank_out_of_line_is_named(
     assert bool(result.todo) == (verdict != "ok")
 
 
-def test_weights_that_cannot_be_read_are_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weights_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.safetensors").symlink_to("nowhere")
     monkeypatch.setattr(files, "DataSpec", mock.MagicMock())  # no data: all is read
     monkeypatch.setattr(files, "cached_fingerprint", lambda _: None)

@@ -475,12 +475,7 @@ def test_crashed_stage_reports_its_ranks(tmp_path: Path, capfd: pytest.CaptureFi
 
 
 @pytest.mark.slow("five stages of a job")
-def test_a_rehearsal_of_zero_3_holds(
-    tmp_path: Path,
-    data: list[str],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_rehearsal_of_zero_3_holds(tmp_path, data: list[str], capfd, monkeypatch) -> None:
     monkeypatch.setattr(stages_of_it, "started", forked)
     argv = ["--deepspeed", str(DS_CONFIGS / "zero3.json"), "--gpus=8", "--ranks=2"]
     job = ["model.name=llama-3-8b", "train.global_batch=256", *data]

@@ -93,9 +93,7 @@ def test_a_released_lock_leaves_no_owner(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("started", ["its own", "none", "another"])
-def test_without_flock_a_living_writer_is_rejected(
-    started: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_flock_a_living_writer_is_rejected(started: str, tmp_path, monkeypatch) -> None:
     """Lustre has no such locks unless it is mounted with -o flock."""
     missing = OSError(errno.ENOSYS, "Function not implemented")
     monkeypatch.setattr(fcntl, "flock", mock.Mock(side_effect=missing))

@@ -68,9 +68,7 @@ def _page_shows(path: Path, trials: list[Record]) -> None:
     assert not re.search(r"(?:src|href)=\"(?:https?:)?//", page)
 
 
-def test_killed_sweep_finishes_the_same_trials(
-    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkeypatch) -> None:
     settings = "method = 'tpe'\ntrials = 3\nprune = {after = 0.5}"
     undisturbed = write_sweep(tmp_path, "undisturbed", settings, RATES, data)
     disturbed = write_sweep(tmp_path, "disturbed", settings, RATES, data)

@@ -79,9 +79,7 @@ def test_the_run_only_opens_what_was_tokenised(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_tokenised_held_out_and_skipped_rows_equal_the_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tokenised_held_out_and_skipped_rows_equal_the_run(tmp_path, monkeypatch, capsys) -> None:
     folder = tmp_path / "data"
     folder.mkdir()
     for name, count in (("train", 200), ("test", 40)):
@@ -103,9 +101,7 @@ def test_tokenised_held_out_and_skipped_rows_equal_the_run(
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_tasks_that_end_together_write_one_pair(
-    tmp_path: Path, asked: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tasks_that_end_together_write_one_pair(tmp_path, asked: list[str], monkeypatch) -> None:
     """The second finds all shards finished while the first joins them."""
     out, begun, whole = tmp_path / "tokens", tmp_path / "cache" / "begun", shards.join_indexed
     child = os.fork()
@@ -139,9 +135,7 @@ def _waits_for_a_lock(process: int) -> bool:
 
 
 @pytest.mark.usefixtures("small_shards")
-def test_token_pair_equals_the_data_it_was_made_from(
-    tmp_path: Path, asked: list[str], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_token_pair_equals_the_data_it_was_made_from(tmp_path, asked: list[str], capsys) -> None:
     corpus, out = tmp_path / "data.jsonl", tmp_path / "tokens"
     assert main([*asked, "--out", str(out)]) == ExitCode.DONE
     assert "200 documents" in capsys.readouterr().out

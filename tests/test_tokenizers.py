@@ -70,9 +70,7 @@ def test_same_text_gives_same_files(corpus: Path, trained: dict[str, Path], tmp_
         assert all((folder / name).read_bytes() == (again / name).read_bytes() for name in files)
 
 
-def test_without_byte_fallback_rare_characters_are_unknown(
-    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_byte_fallback_rare_characters_are_unknown(corpus: Path, tmp_path, capsys) -> None:
     folder = tmp_path / "rare"
     words = [str(corpus), str(folder), "--vocab-size=400", "--no-byte-fallback"]
     assert train(words) == ExitCode.DONE

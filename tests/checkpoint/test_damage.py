@@ -51,9 +51,7 @@ def flip(path: Path, at: float) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("at", [0.0, 0.31, 0.5, 0.77, 1.0])
-def test_a_flipped_bit_is_found_and_the_one_before_is_used(
-    tmp_path: Path, file: str, at: float
-) -> None:
+def test_a_flipped_bit_is_found_and_the_one_before_is_used(tmp_path, file: str, at: float) -> None:
     before = save(tmp_path, 1).path
     flip(save(tmp_path, 2).path / file, at)
     newest, problems = newest_usable(tmp_path)
@@ -64,9 +62,7 @@ def test_a_flipped_bit_is_found_and_the_one_before_is_used(
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("rest", [None, 0.0, 0.5, 0.99])
-def test_a_missing_or_truncated_file_is_named(
-    tmp_path: Path, file: str, rest: float | None
-) -> None:
+def test_a_missing_or_truncated_file_is_named(tmp_path, file: str, rest: float | None) -> None:
     path = save(tmp_path, 2).path / file
     data = path.read_bytes()
     path.unlink()

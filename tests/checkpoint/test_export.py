@@ -118,9 +118,7 @@ def test_each_tensor_of_experts_is_converted_by_itself() -> None:
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 20_000])
 @pytest.mark.parametrize("family", sorted(MODELS))
-def test_an_export_is_what_save_pretrained_writes(
-    family: str, shard_bytes: int, tmp_path: Path
-) -> None:
+def test_an_export_is_what_save_pretrained_writes(family: str, shard_bytes: int, tmp_path) -> None:
     precision = ("fp32", "bf16")[sorted(MODELS).index(family) % 2]
     model = drawn(MODELS[family], precision)
     reader = stored(model, tmp_path / "checkpoint")

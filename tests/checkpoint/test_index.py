@@ -69,9 +69,7 @@ def written(folder: Path, parts: list[Part], shards: int = 2) -> dict[str, Any]:
 
 @pytest.mark.parametrize("after", CUTS)
 @pytest.mark.parametrize("before", CUTS)
-def test_sharded_parameter_is_read_as_any_other_sharding(
-    tmp_path: Path, before: str, after: str
-) -> None:
+def test_sharded_parameter_is_read_as_any_other_sharding(tmp_path, before: str, after: str) -> None:
     reader = Reader(tmp_path, Index(written(tmp_path, CUTS[before])))
     draw = random.Random(0)
     for part in CUTS[after]:

@@ -129,9 +129,7 @@ def test_checkpoint_gets_no_name_if_records_cannot_be_synced(tmp_path: Path) -> 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_save_needs_room_for_the_files_of_all_ranks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_needs_room_for_the_files_of_all_ranks(tmp_path, monkeypatch) -> None:
     """A rank has 792 bytes."""
     monkeypatch.setattr(saving, "gather_objects", lambda own: [own, own])
     monkeypatch.setattr(Store, "free_bytes", lambda self: 2 * 792 - 1)

@@ -38,9 +38,7 @@ def test_tensor_file_round_trips_every_dtype(tmp_path: Path, dtype: torch.dtype)
     assert torch.equal(Reader(tmp_path, Index(to_index(entries))).whole("b", "buffer"), tensor)
 
 
-def test_large_fragments_are_cut_into_files_of_a_size(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_large_fragments_are_cut_into_files_of_a_size(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(tensor_file, "FILE_BYTES", 100)
     written, entries = write_fragments(tmp_path, 0, fragments())
     assert len(written) > 5
@@ -126,9 +124,7 @@ def contents(saved: Saved) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in saved.path.iterdir()}
 
 
-def test_save_from_gpu_and_from_cpu_writes_the_same_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_save_from_gpu_and_from_cpu_writes_the_same_bytes(tmp_path, monkeypatch) -> None:
     expected = save(tmp_path / "host", 1)
     device = Device(monkeypatch)
     saved = save(tmp_path / "accelerator", 1)
@@ -211,9 +207,7 @@ def test_all_copies_of_a_save_wait_once_in_a_buffer_that_is_kept(device: Device)
     assert len(device.sizes) == 2
 
 
-def test_background_and_foreground_save_write_the_same_files(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_background_and_foreground_save_write_the_same_files(tmp_path, monkeypatch) -> None:
     expected = save(tmp_path / "foreground", 1)
     Device(monkeypatch)
     saver = Saver(Store(tmp_path / "background"), 0, Retention())

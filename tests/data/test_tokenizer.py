@@ -97,9 +97,7 @@ def test_no_piece_reaches_over_the_end_of_a_word(library: Data) -> None:
     assert not [text for text in library.tokenizer.get_vocab() if re.search("[^ ] ", text)]
 
 
-def test_a_document_read_in_pieces_has_the_same_ids(
-    library: Data, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_document_read_in_pieces_has_the_same_ids(library: Data, tmp_path, monkeypatch) -> None:
     path = tmp_path / "long.txt"
     path.write_text("\n".join(texts_of(library, 200)))
     whole = encode(library.tokenizer, [path.read_text()])[0]

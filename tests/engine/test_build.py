@@ -185,9 +185,7 @@ def test_what_transformers_cannot_build_is_one_report(word: str, said: str) -> N
 
 @pytest.mark.gate("engine")
 @pytest.mark.parametrize(("value", "precision"), [("1", "TF32"), (None, "fp32")])
-def test_tf32_use_is_an_event(
-    value: str | None, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tf32_use_is_an_event(value: str | None, precision: str, monkeypatch) -> None:
     monkeypatch.delenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", raising=False)
     if value is not None:
         monkeypatch.setenv("TORCH_ALLOW_TF32_CUBLAS_OVERRIDE", value)

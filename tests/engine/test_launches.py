@@ -2,7 +2,6 @@
 
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -43,9 +42,7 @@ def test_a_slow_host_takes_longer_to_launch_a_layer(monkeypatch: pytest.MonkeyPa
     assert launches.launch_ms(CPU) is None  # it ends no run
 
 
-def test_a_measured_host_is_used_by_plans_on_it(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_measured_host_is_used_by_plans_on_it(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(launches, "own_device", lambda _: CPU)
     monkeypatch.setattr(launches, "launch_ms", lambda _: 0.4)

@@ -92,9 +92,7 @@ def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.Mon
     assert shutil.which("ninja") == str(Path(sys.executable).with_name("ninja"))
 
 
-def test_a_ninja_of_another_environment_is_found(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_ninja_of_another_environment_is_found(tmp_path, monkeypatch) -> None:
     """Its package is on sys.path, its program in that environment's folder."""
     packages = tmp_path / "lib" / "python3" / "site-packages"
     (about := packages / "ninja-1.13.0.dist-info").mkdir(parents=True)

@@ -53,9 +53,7 @@ def first_sample(step: int) -> str:
     return str((step - 1) * BATCH)
 
 
-def test_repeated_nan_losses_exit_with_code_76_and_a_diagnosis(
-    spoiled: Run, tmp_path: Path
-) -> None:
+def test_repeated_nan_losses_exit_with_code_76_and_a_diagnosis(spoiled: Run, tmp_path) -> None:
     spoils = {"loss": {first_sample(step): "nan" for step in (2, 4, 5, 6)}}
     run = spoiled(tmp_path, spoils, zero(2), "train.steps=8", "guard.max_bad_steps=3", code=76)
     status = run.read_status() or {}
@@ -213,9 +211,7 @@ def test_the_minimum_loss_scale_is_a_reason_to_go_back(spoiled: Run, tmp_path: P
     assert "fell to its minimum" in event["why"]
 
 
-def test_a_silently_differing_rank_stops_the_run_before_it_saves(
-    spoiled: Run, tmp_path: Path
-) -> None:
+def test_a_silently_differing_rank_stops_the_run_before_it_saves(spoiled: Run, tmp_path) -> None:
     run = spoiled(
         *(tmp_path, {"flip": 7}),
         *(zero(0), "train.steps=12", "save.every=5", "guard.replicas_every=4"),

@@ -70,9 +70,7 @@ def test_standard_library_identity_follows_its_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("separator", ["\n", "a word", " ", "x"])
-def test_a_long_file_is_read_in_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, separator: str
-) -> None:
+def test_a_long_file_is_read_in_pieces(tmp_path, monkeypatch, separator: str) -> None:
     monkeypatch.setattr(pieces_module, "PIECE_CHARS", 100)
     text = separator.join(f"{n} é" for n in range(500))
     path = tmp_path / "long.txt"

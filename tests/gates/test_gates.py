@@ -40,9 +40,7 @@ def test_a_gate_names_what_is_there(gate: records.Gate) -> None:
 
 
 @pytest.mark.slow("pytest starts four times")
-def test_what_passed_is_kept_and_what_failed_runs_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_what_passed_is_kept_and_what_failed_runs_again(tmp_path, monkeypatch, capfd) -> None:
     monkeypatch.setattr(records, "KEPT", tmp_path)
     monkeypatch.setattr(records, "ALWAYS", ("LICENSE",))  # which nobody edits during the test
     gate = records.Gate("planted", "one fails", ["tests/gates/planted.py"])
@@ -61,9 +59,7 @@ def test_what_passed_is_kept_and_what_failed_runs_again(
     assert run(again=True) == (0, "2 0 0 0", False), columns
 
 
-def test_a_change_of_what_a_gate_depends_on_is_noticed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_change_of_what_a_gate_depends_on_is_noticed(tmp_path, monkeypatch) -> None:
     subprocess.run(["git", "init", "--quiet"], cwd=tmp_path, check=True)
     (tmp_path / "harness").mkdir()
     (tmp_path / "harness" / "loop.py").write_text("before")
@@ -76,9 +72,7 @@ def test_a_change_of_what_a_gate_depends_on_is_noticed(
     assert gate.record() != before
 
 
-def test_after_ctrl_c_pytest_cleans_up_first(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_after_ctrl_c_pytest_cleans_up_first(tmp_path, monkeypatch) -> None:
     whole = subprocess.Popen.wait
 
     def interrupted(process: subprocess.Popen[bytes], timeout: float | None = None) -> int:

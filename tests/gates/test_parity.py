@@ -37,9 +37,7 @@ def trajectory(**changes: object) -> Trajectory:
 
 
 @pytest.mark.slow("six engines and plain loops of 12 steps")
-def test_the_layout_changes_nothing_that_is_learned(
-    zygote: Zygote, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_layout_changes_nothing_that_is_learned(zygote: Zygote, capfd) -> None:
     assert check_parity.main(["--brief"], zygote) == 0
     assert f"{len(brief_cells())} cells, 0 differ" in capfd.readouterr().out
 
@@ -192,17 +190,13 @@ def test_on_a_gpu_models_have_heads_that_fused_kernels_take(architecture: str) -
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_the_plain_loop_of_a_gpu_has_its_models_and_learns(
-    architecture: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plain_loop_of_a_gpu_has_its_models_and_learns(architecture: str, monkeypatch) -> None:
     monkeypatch.setitem(LEARNED, architecture, learned(architecture, "cuda"))
     losses = train(Way(architecture, "fp32"), Split.even(8), task=GATE).losses
     assert min(losses) <= (1 - LEAST_FALL) * losses[0]
 
 
-def test_nondeterministic_kernels_widen_only_by_their_spread(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_nondeterministic_kernels_widen_only_by_their_spread(monkeypatch) -> None:
     """Fused attention adds atomically on a GPU; on a CPU nothing is computed twice."""
     way, by = Way("llama", "fp32"), reference.Sum("fp32", 2, 1, False)
     _, order = reference.gradients(way, by)
@@ -221,9 +215,7 @@ def test_nondeterministic_kernels_widen_only_by_their_spread(
     assert order < 1e-6
 
 
-def test_jobs_that_lack_a_library_end_before_any_starts(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_jobs_that_lack_a_library_end_before_any_starts(tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", "/bin/false")
     jobs = [Job(cell) for cell in parity_cells() if cell.layout in NVME]
     with pytest.raises(SystemExit, match="apt install libaio-dev"):

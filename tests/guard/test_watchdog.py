@@ -193,9 +193,7 @@ def test_the_rank_that_reports_is_not_silent() -> None:
     assert hang_report(own, own, "why", 0, lambda rank: "")["silent"] == []
 
 
-def test_silent_processes_of_other_hosts_are_gone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_silent_processes_of_other_hosts_are_gone(tmp_path, monkeypatch) -> None:
     watchdog = Watchdog(Pulse(floor_s=60, factor=10, first_s=60), rank=0, world_size=2)
     watchdog.folder, other = tmp_path, tmp_path / "rank-00001.json"
     pid = 1 << 30  # of no process of this host

@@ -152,9 +152,7 @@ def test_processes_end_with_their_user(
 
 
 @pytest.mark.parametrize(("parent", "is_dead"), [(1, False), (4711, True)])
-def test_a_process_whose_parent_is_dead_ends(
-    parent: int, is_dead: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_whose_parent_is_dead_ends(parent: int, is_dead: bool, monkeypatch) -> None:
     """The parent may be process 1, as in a container."""
     monkeypatch.setattr(ranks, "ctypes", mock.Mock())
     system = mock.Mock(getppid=lambda: 1)
@@ -174,9 +172,7 @@ def test_the_fork_server_ends_with_its_block(fails: bool) -> None:
 
 
 @pytest.mark.parametrize("error", ["", "no memory"])
-def test_a_gate_whose_rank_fails_ends_with_its_error(
-    error: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_gate_whose_rank_fails_ends_with_its_error(error: str, tmp_path, monkeypatch) -> None:
     """Errors of an earlier start do not count."""
     (tmp_path / "1.error").write_text("stale")
     fails = tmp_path / "fails"

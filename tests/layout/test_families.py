@@ -128,9 +128,7 @@ assert not NEW.keys() <= TABLES.keys(), "all of them were added: put others here
 
 
 @pytest.mark.parametrize("model_type", [name for name in NEW if name not in TABLES])
-def test_a_new_family_is_one_table(
-    model_type: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_new_family_is_one_table(model_type: str, monkeypatch, tmp_path) -> None:
     """It is counted, planned and estimated without any other change."""
     added = read_families(f"{LIBRARY}\n[{model_type}]\n{NEW[model_type]}")[model_type]
     monkeypatch.setitem(families._TABLES, model_type, added)

@@ -3,7 +3,6 @@
 import copy
 import json
 from collections import defaultdict
-from pathlib import Path
 
 import pytest
 import torch
@@ -31,9 +30,7 @@ def empty(config: dict[str, object]):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_tied_weights_of_a_model_with_its_own_code(
-    tied: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tied_weights_of_a_model_with_its_own_code(tied: bool, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "hub"))
     monkeypatch.syspath_prepend(str(tmp_path / "hub"))
     folder = tmp_path / f"own_{tied}"

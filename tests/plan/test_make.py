@@ -56,9 +56,7 @@ def test_launcher_arguments_are_accepted(flag: str) -> None:
 
 
 @pytest.mark.parametrize(("words", "code", "error"), beside(__file__, "make.toml")["answers"])
-def test_help_and_usage_errors_exit_with_a_text(
-    words: str, code: int, error: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_help_and_usage_errors_exit_with_a_text(words: str, code: int, error: str, capsys) -> None:
     with pytest.raises(SystemExit) as caught:
         parse_command(words.split())
     assert caught.value.code == code

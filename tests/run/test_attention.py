@@ -54,9 +54,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("precision", rest_in_gate("runs", ["fp32", "bf16"]))
 @pytest.mark.parametrize("defect", [late, wide, one_more])
-def test_a_kernel_that_is_wrong_differs(
-    defect: Any, precision: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_that_is_wrong_differs(defect: Any, precision: str, monkeypatch) -> None:
     plan = planned(*WINDOWS, "model.attention=varlen", precision=precision)
     compare(plan, "varlen", "sdpa", CPU)
     monkeypatch.setattr(varlen, "_in_turn", defect)
@@ -91,9 +89,7 @@ def broken(*_: Any, **__: Any) -> Any:
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("defect", [wide, broken])
-def test_what_differs_or_fails_falls_back_with_an_event(
-    defect: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_differs_or_fails_falls_back_with_an_event(defect: Any, monkeypatch) -> None:
     plan = planned(*WINDOWS)
     assert plan.config.model.attention == "varlen"
     assert settling.verify_attention(plan, CPU) == (plan, [])

@@ -148,9 +148,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(
 
 
 @pytest.mark.parametrize(("name", "layout"), cells("others"))
-def test_a_run_goes_on_in_another_layout(
-    name: str, layout: str, runs: Runs, tmp_path: Path
-) -> None:
+def test_a_run_goes_on_in_another_layout(name: str, layout: str, runs: Runs, tmp_path) -> None:
     feature, whole = FEATURES[name], runs.whole(name)
     run = runs.resumed(name, layout, tmp_path / "run")
     (resumed,) = events(run, "resumed")
@@ -394,9 +392,7 @@ def test_a_run_keeps_its_attention(runs: Runs, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "name", [in_gate("reversible"), in_gate("reversible tensors"), in_gate("performer")]
 )
-def test_what_was_trained_begins_another_run(
-    name: str, source: str, runs: Runs, tmp_path: Path
-) -> None:
+def test_what_was_trained_begins_another_run(name: str, source: str, runs: Runs, tmp_path) -> None:
     """The first held-out loss equals the last one of the run that wrote the weights."""
     whole, layout = runs.whole(name), FEATURES[name].layout
     weights = whole.path if source == "run" else whole.export_dir

@@ -140,9 +140,7 @@ def test_mfu_is_unknown_without_gpu_flops_or_an_own_gpu() -> None:
     assert [line["mfu"] for line in lines] == [0.0, None, None, None]
 
 
-def test_out_of_memory_advice_fits_a_share_of_the_gpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_out_of_memory_advice_fits_a_share_of_the_gpu(tmp_path, monkeypatch) -> None:
     world = World(0, 4, 0, 4, accelerator="cuda", gpu="h100-80", ranks_per_gpu=4)
     config = RunConfig.model_validate({"model": {"name": "llama-1b"}})
     plan = make_plan(config, {"zero_optimization": {"stage": 1}}, world)
@@ -159,9 +157,7 @@ def test_out_of_memory_advice_fits_a_share_of_the_gpu(
     assert expected != changes_that_help(plan.estimate, 79 << 30, takes(plan))
 
 
-def test_rates_cover_all_steps_and_gpus_since_the_last_line(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rates_cover_all_steps_and_gpus_since_the_last_line(monkeypatch) -> None:
     now = [0.0]
     monkeypatch.setattr("harness.run.meter.time.perf_counter", lambda: now[0])
     plan = make_plan(RunConfig(), {}, World(gpu="NVIDIA H100 80GB HBM3"))

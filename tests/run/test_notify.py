@@ -92,9 +92,7 @@ def test_no_progress_is_told_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize("what", TABLES["failures"])
-def test_a_failure_is_one_line_without_secrets(
-    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failure_is_one_line_without_secrets(what: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(notify, "LIMIT_S", 0.5 if what == "slow" else 10.0)
     with webhook(500) as (address, _):
         pass

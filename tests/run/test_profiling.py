@@ -104,9 +104,7 @@ COLLECTIVES = {"zero1": "all_reduce", "zero3": "reduce_scatter", "pipeline2": "s
 
 
 @pytest.mark.parametrize("layout", [*map(in_gate, ("zero3", "zero1", "pipeline2"))])
-def test_profile_shows_its_window_and_changes_nothing(
-    layout: str, train: Train, tmp_path: Path
-) -> None:
+def test_profile_shows_its_window_and_changes_nothing(layout: str, train: Train, tmp_path) -> None:
     ended, run = train(tmp_path / "profiled", layout, WINDOW)
     _, plain = train(tmp_path / "plain", layout)
     assert learned(run) == learned(plain)
@@ -198,9 +196,7 @@ def test_profile_window_is_repeated_after_a_kill_within_it(train: Train, tmp_pat
 
 @pytest.mark.gate("runs")
 @pytest.mark.parametrize("layout", ["zero2", "pipeline2"])
-def test_a_rollback_in_the_window_traces_it_again(
-    train: Train, tmp_path: Path, layout: str
-) -> None:
+def test_a_rollback_in_the_window_traces_it_again(train: Train, tmp_path, layout: str) -> None:
     spoils = {"loss": {str(8 * 9): 1e4}}  # the loss of step 10
     watched = ("guard.spike_window=16", "guard.spike_sigma=12", "guard.spikes=rollback")
     more = (layout, *watched, "train.steps=14", "profile.steps=9:12")

@@ -238,9 +238,7 @@ def given(zygote: Zygote, corpora: Path) -> tuple[str, ...]:
 
 
 @pytest.mark.slow("three runs, one of a hundred steps")
-def test_the_defaults_learn_and_are_kept(
-    zygote: Zygote, given: tuple[str, ...], tmp_path: Path
-) -> None:
+def test_the_defaults_learn_and_are_kept(zygote: Zygote, given: tuple[str, ...], tmp_path) -> None:
     run, output = train(zygote, tmp_path / "run", *given, ranks=2)
     plan = run.read_plan() or {}
     batch, epochs = plan["global_batch"], plan["run"]["train"]["epochs"]

@@ -94,9 +94,7 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, to
     assert bool(said) == (total < 20)
 
 
-def test_rollbacks_to_one_checkpoint_are_limited(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_rollbacks_to_one_checkpoint_are_limited(tmp_path, monkeypatch) -> None:
     """The checkpoint stores a count of 0, which must not reset that of the run. Without a
     checkpoint, none is possible.
     """

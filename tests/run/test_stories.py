@@ -37,9 +37,7 @@ def data_of(run: RunFolder) -> Data:
 
 
 @pytest.mark.gate("runs")
-def test_a_run_that_learns_nothing_more_ends(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_learns_nothing_more_ends(zygote: Zygote, data: list[str], tmp_path) -> None:
     run, branch = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "branch")
     still = (*SMALL_MODEL, *data, "optim.lr=1e-12", "eval.every=1", "train.steps=9")
     patient = (*still, "eval.patience=2", "eval.better_by=0.01")

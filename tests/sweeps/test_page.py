@@ -63,9 +63,7 @@ def written(folder: Path) -> Path:
     return write_sweep_page(sweep, records).resolve()
 
 
-def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_sweep_page_ranks_no_losses_of_different_held_out_sets(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("carry.toml").write_text(
         '[sweep]\nmethod = "grid"\n[search]\ntrain.carry_state = [true, false]\n'
@@ -87,9 +85,7 @@ def test_sweep_page_ranks_no_losses_of_different_held_out_sets(
 _RESULTS = {"a_b": [3.0, 3.2, 3.1], "c&d": [3.1, 3.15, 3.2], "e": [3.4, 3.4, 3.4]}
 
 
-def test_seeds_are_repetitions_in_table_page_and_paper(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_seeds_are_repetitions_in_table_page_and_paper(tmp_path, monkeypatch) -> None:
     """Mean, standard deviation and n of a setting; whether others are tied."""
     monkeypatch.chdir(tmp_path)
     names = json.dumps([*_RESULTS])
@@ -139,9 +135,7 @@ def test_values_and_reasons_are_text(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 @needs_browser
-def test_the_page_is_whole_at_every_width(
-    browser: Browser, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_page_is_whole_at_every_width(browser: Browser, tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     page = written(tmp_path)
     for width in WIDTHS:

@@ -125,9 +125,7 @@ def test_a_trial_on_slurm_is_planned_for_the_gpus_that_it_gets(
     assert (world.world_size, world.accelerator) == (ranks, "cuda" if "gpu" in slurm else "cpu")
 
 
-def test_the_best_trial_is_trained_where_the_sweep_ran(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_best_trial_is_trained_where_the_sweep_ran(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     sweep = sweep_of(tmp_path, "slurm = {gres = 'gpu:8'}")
     best = Setting((Record(0, "done", {"optim.lr": "0.001"}, 3.0, Used(), ""),))

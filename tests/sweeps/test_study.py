@@ -195,9 +195,7 @@ def test_trials_need_gpus_for_all_their_ranks(
 
 
 @pytest.mark.parametrize(("every", "is_refused"), [(0, True), (10, False), (100, True)])
-def test_pruning_needs_evaluations_during_a_trial(
-    every: int, is_refused: bool, tmp_path: Path
-) -> None:
+def test_pruning_needs_evaluations_during_a_trial(every: int, is_refused: bool, tmp_path) -> None:
     problems: list[str] = []
     settings = "trials = 1\nprune = {after = 0.1, factor = 3}"
     cost.costs(sweep_of(tmp_path, settings, f"{_SEARCH}\n[eval]\nevery = {every}"), None, problems)

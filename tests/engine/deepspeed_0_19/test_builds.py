@@ -50,9 +50,7 @@ def test_op_build_waits_on_the_lock_of_others(tmp_path: Path) -> None:
     assert not path.exists()
 
 
-def test_op_build_without_locks_uses_the_lock_file(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_op_build_without_locks_uses_the_lock_file(tmp_path, monkeypatch) -> None:
     def unknown(*_: object) -> None:
         raise OSError(errno.ENOSYS, "Function not implemented")
 

@@ -55,9 +55,7 @@ BF16 = "zero1 bf16 fp32_sums"  # BF16_Optimizer
 STAGES = "zero1 pipeline2"
 
 
-def test_deepspeed_calls_adam_compatible_without_a_compiler(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_deepspeed_calls_adam_compatible_without_a_compiler(monkeypatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     monkeypatch.setenv("CXX", "/nonexistent/c++")
     assert CPUAdamBuilder().is_compatible()
@@ -363,9 +361,7 @@ def test_every_patch_names_what_is_there_and_a_test_that_is_here() -> None:
     assert not patches.is_there("deepspeed.no_such_module.name")
 
 
-def test_newer_deepspeed_runs_or_names_the_missing_private_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_newer_deepspeed_runs_or_names_the_missing_private_name(monkeypatch) -> None:
     said: list[str] = []
     for installed in ("0.19.8", "0.19.99", "0.20.0"):
         assert said == []
