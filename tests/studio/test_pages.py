@@ -33,7 +33,7 @@ from tools.studio_app.page import Choice, Page, Slider, Typed, not_shown, query_
 from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
-from tools.studio_pages import hybrid
+from tools.studio_pages import collectives, hybrid
 from tools.studio_pages.checkpointing import _inputs, kept_bytes, passes
 from tools.studio_pages.cleaning import cleaned, trade_off
 from tools.studio_pages.data import trained_step
@@ -340,6 +340,13 @@ def test_slider_too_far_names_itself(slug: str, query: dict[str, str], words: li
     assert all(word in notes[0] for word in words), notes
     assert "(default)" not in notes[0]
     assert str(ROOT) not in notes[0]
+
+
+def test_nodes_are_in_rows_and_cells_are_drawn_also_empty() -> None:
+    _, cells = hybrid._nodes(6, "")
+    assert len({cell.y for cell in cells}) == 3
+    assert len({(cell.x, cell.y) for cell in cells}) == 6 * 8
+    assert collectives._picture("", [[frozenset()] * 2] * 2, []).count("<rect") == 4
 
 
 def test_the_best_trade_offs_are_marked() -> None:

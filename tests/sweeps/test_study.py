@@ -4,6 +4,7 @@ import math
 import os
 import subprocess
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -151,6 +152,13 @@ def test_failed_trials_wait_again_with_the_same_values(tmp_path: Path) -> None:
     assert [record.state for record in study.records()] == ["diverged", "waiting", "waiting"]
     finish(study, range(1, 2))
     assert [record.choice for record in study.records()] == before
+
+
+def test_a_queue_that_is_told_to_stop_starts_nothing(tmp_path: Path) -> None:
+    starts = mock.Mock(side_effect=AssertionError("a trial"))
+    queue = Queue(sweep := sweep_of(tmp_path, "trials = 2"), Study(sweep), print, starts, range(2))
+    queue.is_stopped = True
+    queue.run()
 
 
 def test_a_torn_line_of_the_journal_is_cut(tmp_path: Path) -> None:
