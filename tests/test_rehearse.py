@@ -195,8 +195,9 @@ def test_the_job_is_kept_but_for_its_size(tmp_path: Path) -> None:
     made = job(
         *("--deepspeed", str(tmp_path / "job.json"), "model.name=gpt2-124m"),
         *("model.overrides.n_layer=3", "model.dropout=0.2", "train.global_batch=256"),
-        *("guard.spikes=rollback", "save.every=500", "save.async=true"),
+        *("guard.spikes=rollback", "save.every=500", "save.async=true", "model.compile=auto"),
     )
+    assert "model.compile" not in made._kept()
     command = parse_command(made.write(tmp_path / "made"))
     plan = plan_from(command, world=cpu(4))
     run = plan.config

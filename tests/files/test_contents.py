@@ -15,12 +15,13 @@ import pytest
 from pyarrow import parquet
 
 from harness.config.data_section import DataConfig
-from harness.errors import ConfigError
+from harness.errors import ConfigError, Unusable
 from harness.files.chat import Chat
 from harness.files.corpus import find_corpus
 from harness.files.corpus_files import find_files
 from harness.files.data_format import MAX_PROBLEMS, BadLines
 from harness.files.file_kinds import format_of, kind_of
+from harness.files.table import Table
 from tests.data.glancing import glance
 from tests.tables import beside
 
@@ -114,6 +115,11 @@ def test_array_read_in_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, b
     path = tmp_path / "a.json"
     path.write_text(" \n" + json.dumps(RECORDS, indent=2) + "\n" * 40)
     assert documents(path) == TEXTS
+
+
+def test_a_key_that_is_no_text_is_refused() -> None:
+    with pytest.raises(Unusable, match="a key of it"):
+        Table({1: 2}, "file").as_json()
 
 
 READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [

@@ -9,7 +9,7 @@ from harness.config.run_file import load_run_config
 from harness.data.pair import write_indexed
 from harness.errors import ConfigError
 from harness.files.corpus_files import find_files, splits_in
-from harness.files.splits import TO_EVALUATE, is_card, matches, splits_of, subsets_of
+from harness.files.splits import TO_EVALUATE, _best, is_card, matches, splits_of, subsets_of
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
@@ -162,6 +162,11 @@ def test_other_cards_name_no_files(tmp_path: Path, text: str) -> None:
     fill(tmp_path, "README.md", content=text)
     assert subsets_of(tmp_path / "README.md") == []
     assert is_card(tmp_path / "README.md") == ("configs" in text)
+
+
+def test_evaluation_takes_train_where_no_split_is_held_out() -> None:
+    assert _best(["train", "extra"], ("validation", "test")) == "train"
+    assert _best(["extra", "more"], ("validation", "test")) is None
 
 
 def test_patterns_name_files_and_folders() -> None:

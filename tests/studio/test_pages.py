@@ -490,6 +490,7 @@ def test_a_moment_of_a_step_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
     pictures = {*map(picture, shown)}
     assert len(pictures) == len(shown)
     assert number(shown[-1], "Moment") == "68 of 68"
+    assert ">rank 0, stage 0: " in picture(shown[1])
     monkeypatch.setattr("tools.layout.schedules.schedule", lambda stages, _: [[None]] * stages)
     assert number(figures_of("hybrid", moment="100"), "Moment") == "5 of 5"
     plans = []

@@ -7,7 +7,7 @@ import pytest
 
 from harness.estimate.activations import activations
 from harness.estimate.inputs import BY_REFERENCE, Inputs, LayerTrace
-from harness.estimate.step_time.exchanges import Group, reductions
+from harness.estimate.step_time.exchanges import Group, hidden, reductions
 from harness.estimate.step_time.machine import Machine, cpu_machine, machine_of, measured
 from harness.estimate.step_time.step import (
     HOOK_SECONDS,
@@ -158,6 +158,11 @@ def test_pipeline_step_time_includes_the_bubble() -> None:
     assert few.terms["bubble"] / few.seconds > 3 * many.terms["bubble"] / many.seconds
 
 
+def test_computation_hides_most_of_a_collective_but_not_all() -> None:
+    assert hidden(1.0, 10.0) == pytest.approx(0.15)
+    assert hidden(10.0, 1.0) == pytest.approx(9.15)
+
+
 def test_offloaded_optimizer_waits_for_its_share_and_drive() -> None:
     zero = replace(run().zero, offload_optimizer="host")
     whole, half, on_drive = (
@@ -165,6 +170,7 @@ def test_offloaded_optimizer_waits_for_its_share_and_drive() -> None:
         for changes in ({}, {"offload_ratio": 0.5}, {"offload_optimizer": "nvme"})
     )
     elements = run().sharded_parameters
+    assert run(ranks=24).sharded_parameters % 1 == 0, "whole elements"
     assert whole - half == pytest.approx(elements * 30 / MACHINE.host_memory_rate / 2)
     slower = elements * (24 / MACHINE.nvme_rate - 30 / MACHINE.host_memory_rate)
     assert on_drive - whole == pytest.approx(slower)
