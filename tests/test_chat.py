@@ -44,9 +44,7 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
     assert "<|im_end|>" not in answers
 
 
-def test_a_run_is_asked_with_its_template_values_and_tools(
-    exported: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_run_is_asked_with_template_values_and_tools(exported: Path, tmp_path, capsys) -> None:
     shutil.copytree(exported, RunFolder(tmp_path).export_dir)
     template = "{{ mood }} {{ tools|length if tools }} {{ messages }}"
     (RunFolder(tmp_path).export_dir / "chat_template.jinja").write_text(template)

@@ -100,9 +100,7 @@ def test_another_model_than_was_saved_gets_no_name(run: RunFolder, tmp_path: Pat
         assert told.startswith(f"its loss was not checked: {why}; serve it with vllm serve ")
 
 
-def test_an_export_says_what_it_removed_of_a_killed_one(
-    run: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_export_says_what_a_killed_one_left(run: RunFolder, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr(exporting, "_export_adapters", lambda *_: "adapters")
     monkeypatch.setattr(exporting, "sweep", lambda folder: [folder / "left"])
     for adapters, rest in (({"r": 4}, "adapters"), (None, "its loss was not checked")):

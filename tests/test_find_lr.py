@@ -57,9 +57,7 @@ def test_ranks_of_zero_3_find_the_same_and_leave_nothing(data: list[str], tmp_pa
 
 
 @pytest.mark.parametrize("rank", ["0", "1"])
-def test_ranks_of_srun_share_a_folder_and_one_of_them_reports(
-    rank: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_ranks_of_srun_share_a_folder_and_one_reports(rank: str, monkeypatch, capsys) -> None:
     place = {"SLURM_PROCID": rank, "SLURM_LOCALID": rank, "SLURM_NTASKS": "2", "SLURM_JOB_ID": "7"}
     for name, value in {**place, "SLURM_STEP_ID": "3", "DS_ACCELERATOR": "cpu"}.items():
         monkeypatch.setenv(name, value)

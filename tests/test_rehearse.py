@@ -511,12 +511,7 @@ def test_one_of_several_rehearsals_that_fails_is_enough(monkeypatch: pytest.Monk
 
 
 @pytest.mark.gate("tools")
-def test_rehearsal_detects_another_seed_on_resume(
-    tmp_path: Path,
-    data: list[str],
-    capfd: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_another_seed_on_resume_is_detected(tmp_path, data: list[str], capfd, monkeypatch) -> None:
     monkeypatch.setattr(stages_of_it, "started", forked)
 
     def planted(stage: str, arguments: list[str]) -> list[str]:

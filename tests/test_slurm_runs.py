@@ -141,9 +141,7 @@ def test_warned_job_saves_requeues_and_equals_undisturbed_run(
 
 
 @pytest.mark.gate("slurm")
-def test_a_wrong_config_is_not_requeued(
-    slurm: PrivateSlurm, arguments: list[str], tmp_path: Path
-) -> None:
+def test_wrong_config_is_not_requeued(slurm: PrivateSlurm, arguments: list[str], tmp_path) -> None:
     job = submit(slurm, tmp_path, *arguments, "train.stpes=3")
     assert job.codes(120) == []
     assert job.output.count("did you mean train.steps?") == 1  # one report for all ranks

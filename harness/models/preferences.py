@@ -71,19 +71,17 @@ class Preferences:
         self, logprobs: torch.Tensor, tokens: torch.Tensor, reference: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the loss (pairs,) and the rewards (pairs, 2); parameters (pairs, 2), fp64."""
-        means = logprobs / tokens
+        means, ratios = logprobs / tokens, logprobs - reference
+        has_reference = self.objective in ("dpo", "ipo")
+        rewards = self.beta * (ratios if has_reference else means)
         if self.objective == "dpo":  # arXiv 2305.18290, equation 7
-            rewards = self.beta * (logprobs - reference)
             loss = -logsigmoid(rewards[:, 0] - rewards[:, 1])
         elif self.objective == "ipo":  # arXiv 2310.12036, equation 17, with means over tokens
-            rewards = self.beta * (logprobs - reference)
-            ratios = (logprobs - reference) / tokens
+            ratios = ratios / tokens
             loss = (ratios[:, 0] - ratios[:, 1] - 1 / (2 * self.beta)) ** 2
         elif self.objective == "simpo":  # arXiv 2405.14734, equation 6
-            rewards = self.beta * means
             loss = -logsigmoid(rewards[:, 0] - rewards[:, 1] - self.margin)
         else:  # orpo: arXiv 2403.07691, equations 6 and 7
-            rewards = self.beta * means
             # Odds need a probability below 1.
             odds = means - torch.log1p(-means.clamp(max=-1e-9).exp())
             loss = -self.beta * logsigmoid(odds[:, 0] - odds[:, 1]) - means[:, 0]

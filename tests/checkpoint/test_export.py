@@ -292,9 +292,7 @@ def test_export_omits_nonfinite_config_values(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("written", "expected"), TABLES["tokenizers"])
-def test_a_tokenizers_config_is_that_of_version_4(
-    written: Config, expected: Config, tmp_path: Path
-) -> None:
+def test_tokenizer_configs_are_of_version_4(written: Config, expected: Config, tmp_path) -> None:
     tokenizer = load_tokenizer(write_number_tokenizer(tmp_path))
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(written))
     rewrite_tokenizer_config(tmp_path, tokenizer)

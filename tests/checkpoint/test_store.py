@@ -106,9 +106,7 @@ def test_store_ignores_folders_of_other_names(tmp_path: Path, name: str) -> None
     assert Store(tmp_path).all() == []
 
 
-def test_files_records_and_folders_are_synced_around_the_rename(
-    tmp_path: Path, synced: list[Path]
-) -> None:
+def test_files_and_folders_are_synced_around_the_rename(tmp_path, synced: list[Path]) -> None:
     """The run's records are synced once the checkpoint is on disk and before it gets its name."""
     save(tmp_path, 3, before_publishing=lambda: synced.extend(tmp_path.iterdir()))
     unfinished = tmp_path / ".unfinished-step-00000003"

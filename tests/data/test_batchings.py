@@ -237,6 +237,7 @@ def test_a_sample_that_is_cut_is_what_shorter_samples_are(
     assert cut.input_ids.tolist() == read.ids.tolist()
     assert cut.labels.tolist() == read.labels.tolist()
     assert (cut.position_ids is not None) == document_mask
+    assert long.of_length(SEQ_LEN // pieces).document_mask == document_mask
     if cut.position_ids is not None:
         assert cut.position_ids.tolist() == read.positions.tolist()
 

@@ -56,7 +56,7 @@ def test_sides_of_a_pair_stand_together_and_apart(
     assert pairs % 2 == 0 or batching == "packed"
 
 
-def test_pairs_of_a_mixture_keep_their_reference(
+def test_pairs_of_mixtures_keep_their_reference(
     opened: Opened, rows: Path, chatml_dir: str
 ) -> None:
     other = rows.with_name("other.jsonl")

@@ -101,9 +101,7 @@ def finished(trial: Trial, undisturbed: RunFolder) -> Trial:
 
 
 @pytest.fixture(scope="package")
-def undisturbed(
-    zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, data: list[str]
-) -> RunFolder:
+def undisturbed(zygote: Zygote, tmp_path_factory, data: list[str]) -> RunFolder:
     folder = tmp_path_factory.mktemp("undisturbed")
     zygote.run(arguments(folder / "run", data), folder).succeeded()
     return RunFolder(folder / "run")

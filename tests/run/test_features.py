@@ -90,9 +90,7 @@ def cells(verb: str) -> list[Any]:
 
 @pytest.mark.slow("whole runs on two ranks")
 @pytest.mark.parametrize(("name", "layout"), cells("trains"))
-def test_a_feature_trains_on_the_ranks_that_were_planned(
-    name: str, layout: str, runs: Runs
-) -> None:
+def test_a_feature_trains_on_the_ranks_of_its_plan(name: str, layout: str, runs: Runs) -> None:
     assert_trained(runs.whole(name), name, layout)
 
 
@@ -129,7 +127,7 @@ def test_a_layout_learns_the_same(name: str, layout: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), cells("resumes"))
-def test_a_resumed_run_is_the_same_bit_for_bit(
+def test_resumed_runs_are_the_same_bit_for_bit(
     name: str, layout: str, runs: Runs, tmp_path: Path
 ) -> None:
     feature, whole = FEATURES[name], runs.whole(name)

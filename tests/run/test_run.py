@@ -192,9 +192,7 @@ def test_save_is_due_unless_the_weights_are_bad(
 
 
 @pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])
-def test_resumed_run_with_skipped_samples_keeps_its_mixture(
-    kind: str, total: int, tmp_path: Path
-) -> None:
+def test_a_run_with_skipped_samples_keeps_its_mixture(kind: str, total: int, tmp_path) -> None:
     saved = replace(manifest(8), state=TrainState(step=8, samples=96))
     checkpoint = Checkpoint(tmp_path / "run/checkpoints/step-00000008", saved)
     plan, data = mock.Mock(curriculum=Curriculum(8)), mock.Mock(train=mock.Mock(length=145))

@@ -103,9 +103,7 @@ def test_terms_are_named_where_the_time_is_off(site: Path) -> None:
     assert "waiting for data" not in clock.text(seconds / 2, seconds)
 
 
-def test_a_run_says_both_times_and_a_site_is_fitted_to_it(
-    zygote: Zygote, tmp_path: Path, site: Path
-) -> None:
+def test_a_run_says_both_times_and_a_site_is_fitted(zygote: Zygote, tmp_path, site: Path) -> None:
     folder, fitted = tmp_path / "run", tmp_path / "fitted.json"
     corpus = write_corpus(tmp_path / "corpus")
     words = [*SMALL_MODEL, *SHORT_RUN, f"data.path={corpus}", f"run.dir={folder}", "log.every=1"]

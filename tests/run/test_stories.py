@@ -151,9 +151,7 @@ def test_generation_ends_where_a_document_does(ending: RunFolder) -> None:
     assert (ending.export_dir / "tokenizer.model").read_bytes() == kept
 
 
-def test_what_the_weights_brought_stays(
-    ending: RunFolder, zygote: Zygote, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_weights_brought_stays(ending: RunFolder, zygote: Zygote, tmp_path, capsys) -> None:
     """Ends of turns and temperatures; also if no rank has the whole model."""
     model, run = tmp_path / "model", RunFolder(tmp_path / "run")
     ending.export_dir.rename(model)
@@ -178,9 +176,7 @@ TRAINED, LONGER = 128, 256  # tokens
 
 
 @pytest.mark.gate("runs")
-def test_long_context_losses_equal_plain_transformers(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_long_context_losses_equal_transformers(zygote: Zygote, data: list[str], tmp_path) -> None:
     """Two steps of 64 positions, then six from their export, with 32 to 128 tokens."""
     first, run = RunFolder(tmp_path / "first"), RunFolder(tmp_path / "second")
     words = (*data, "save.export=true", "eval.every=0", "log.every=1")
@@ -254,9 +250,7 @@ def mean_of(base: Path, name: str) -> torch.Tensor:
 
 
 @pytest.mark.gate("runs")
-def test_a_run_adds_rows_says_so_resumes_and_exports_them(
-    base: Path, zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_run_adds_rows_says_so_and_exports_them(base: Path, zygote: Zygote, tmp_path) -> None:
     run = RunFolder(tmp_path / "run")
     output = grown(zygote, base, run.path, "train.steps=2", layout="zero3")
     assert "the vocabulary grows from 398 to 400 rows; each new row is the mean" in output

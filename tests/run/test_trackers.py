@@ -122,9 +122,7 @@ def test_tracker_metric_names() -> None:
 
 
 @pytest.fixture(scope="module")
-def ran(
-    data: list[str], tmp_path_factory: pytest.TempPathFactory
-) -> tuple[RunFolder, list[Outcome]]:
+def ran(data: list[str], tmp_path_factory) -> tuple[RunFolder, list[Outcome]]:
     """Return a run on one rank of a JSON with a monitor, stopped by its length and resumed."""
     there = tmp_path_factory.mktemp("tracked")
     run = RunFolder(there / "run")
