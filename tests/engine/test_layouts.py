@@ -212,6 +212,16 @@ def test_a_divided_vocabulary_has_torchs_cross_entropy() -> None:
 
 
 @ranks(2)
+def test_divided_rows_are_dropped_as_whole_rows() -> None:
+    own: Any = mock.Mock(_shape=torch.Size((2, 3, 8)), group=dist.group.WORLD)
+    torch.manual_seed(5)
+    whole = functional.dropout(torch.ones(2, 6, 8), 0.5)
+    torch.manual_seed(5)
+    dropped = residuals.Residuals.dropped(own, torch.ones(2, 3, 8), 0.5)
+    assert torch.equal(dropped, whole.chunk(2, 1)[dist.get_rank()])
+
+
+@ranks(2)
 def test_tensor_ranks_draw_dropout_per_head_and_share_the_rest() -> None:
     """A layer that is recomputed in the backward pass draws the same dropout."""
     model = {"attention": "eager", "attention_dropout": 0.5, "checkpointing": "full"}

@@ -12,6 +12,7 @@ from harness.errors import ConfigError
 from harness.files import hub
 from harness.plan import model_config
 from harness.plan.model_config import find_model_config, load_model_config, preset_names
+from harness.plan.rotary import _moved
 from tests.engine.small import MODEL
 from tests.tables import beside
 
@@ -181,6 +182,12 @@ def test_frequencies_are_those_of_the_factor(config: Config, tmp_path: Path) -> 
     torch.testing.assert_close(yarn[-1], before[-1] / 4)
     ratios = before / yarn
     assert (ratios.diff() >= -1e-6).all()
+
+
+def test_former_rotary_keys_move_into_the_table() -> None:
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    moved = _moved({"rope_theta": 5e5, "rotary_pct": None, "rope_scaling": scaling})
+    assert moved == {"rope_parameters": {"rope_theta": 5e5, **scaling}}
 
 
 @pytest.mark.parametrize("changes", [{}, {"partial_rotary_factor": 0.5}], ids=["whole", "in part"])

@@ -189,6 +189,7 @@ def test_the_best_loss_is_that_of_weights_that_exist(tmp_path):
     pages += [page_of(untrained), page_of(exported)]
     assert ["before training; none since" in page for page in pages] == [True, True, False]
     page = compare_page_of([untrained, exported], "two")
+    assert "http-equiv=refresh" not in page
     assert "<td>1.1641<td>0, before training" in page
     assert page.count("did not improve (1.1641 before training)") == 2  # headline and table
     assert re.findall(r"<b>(.)</b> has the lowest held-out loss, (.*?),", page) == [
