@@ -228,9 +228,7 @@ def test_a_case_ends_at_its_limit() -> None:
 
 
 @pytest.mark.gate("tools")
-def test_unavailable_benchmark_rung_is_skipped_with_reason(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], data: list[str]
-) -> None:
+def test_unavailable_rung_is_skipped_with_reason(monkeypatch, capsys, data: list[str]) -> None:
     rungs = {name: LADDER[name] for name in ("eager", "flash", "checkpointing")}
     monkeypatch.setattr(benchmark_gpu, "LADDER", rungs)
     args = argparse.Namespace(deepspeed=DEFAULT_DS_JSON, ranks=2, warmup=1, steps=1, limit=3000)

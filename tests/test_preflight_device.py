@@ -73,9 +73,7 @@ def test_pynvml_has_every_function_used() -> None:
         ({"nvmlInit": Exception}, "not checked, the driver does not answer: planted"),
     ],
 )
-def test_what_is_wrong_with_a_gpu_is_named(
-    answers: dict[str, Any], problem: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_faults_of_a_gpu_are_named(answers: dict[str, Any], problem: str, monkeypatch) -> None:
     assert asked(monkeypatch, **answers).problems == (problem,)
 
 

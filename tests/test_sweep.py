@@ -34,9 +34,7 @@ def lines_of(trial: Path) -> int:
     return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
-def test_early_stopped_random_sweep_nears_grid_at_a_third(
-    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pruned_random_sweep_nears_grid_at_a_third(data: list[str], tmp_path, monkeypatch) -> None:
     exhaustive = write_sweep(tmp_path, "grid", "method = 'grid'\nparallel = 2", RATES, data)
     whole = 6 * STEPS
     few = f"trials = 40\nprune = true\nparallel = 2\nbudget.steps = {whole // 3}"
@@ -107,9 +105,7 @@ def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkey
     assert status["attempt"] == 2
 
 
-def test_a_trial_that_fails_is_named_and_the_sweep_goes_on(
-    data: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_sweep_goes_on_after_a_trial_that_failed(data: list[str], tmp_path, monkeypatch) -> None:
     corpus = data[0].partition("=")[2]
     bad = tmp_path / "bad.jsonl"
     bad.write_text('{"text": null}\n')

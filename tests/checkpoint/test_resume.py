@@ -28,9 +28,7 @@ def test_resume_accepts_changed_length_and_reporting(change: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(("change", "key"), CHANGES["rejected"])
-def test_resume_rejects_changed_training_keys_unless_allowed(
-    change: dict[str, Any], key: str
-) -> None:
+def test_resume_rejects_changed_keys_unless_allowed(change: dict[str, Any], key: str) -> None:
     (problem,) = resume_problems(record(), record(**change), [])
     assert problem.startswith(f"{key} is ")
     assert f"resume.allow={key}" in problem

@@ -55,9 +55,7 @@ def test_a_rank_is_bound_to_the_gpu_it_sees_or_told_the_way_out(
 @pytest.mark.parametrize(
     ("hang_first_s", "patience_s"), rest_in_gate("engine", [(60, 4200), (7200, 7800)], 0)
 )
-def test_every_group_waits_longer_than_the_watchdog(
-    hang_first_s: int, patience_s: int, tmp_path: Path
-) -> None:
+def test_groups_wait_longer_than_the_watchdog(hang_first_s: int, patience_s: int, tmp_path) -> None:
     command = [sys.executable, "-c", SCRIPTS["patience"], str(hang_first_s)]
     env = {"PYTHONPATH": str(REPOSITORY)}
     ended = run_ranks(command, tmp_path, ranks=1, env=env).succeeded()

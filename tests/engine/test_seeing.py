@@ -113,9 +113,7 @@ def norm(tensors: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("layout", cells(LAYOUTS, ("pipeline",)))
 @ranks(2)
-def test_measurements_are_those_of_plain_transformers(
-    layout: str, by_documents: dict[bool, Any]
-) -> None:
+def test_measurements_are_those_of_transformers(layout: str, by_documents: dict[bool, Any]) -> None:
     ds, settings = LAYOUTS[layout]
     engine = engine_of(ds, model={"name": written("sharp", SHARP), **settings})
     own, targets = share_of(engine)

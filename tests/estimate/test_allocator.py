@@ -115,9 +115,7 @@ def test_reserved_memory_is_between_allocated_and_unshared_sum() -> None:
 @pytest.mark.parametrize("model", ["llama-3-8b", "mixtral-8x7b"])
 @pytest.mark.parametrize("expandable", [False, True])
 @pytest.mark.parametrize("stage", [1, 3])
-def test_layers_that_fit_once_fit_again(
-    model: str, stage: int, expandable: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_layers_that_fit_fit_again(model: str, stage: int, expandable: bool, monkeypatch) -> None:
     """Layers of the backward pass that are not replayed change nothing."""
 
     def leave_each(tape: _Tape) -> None:

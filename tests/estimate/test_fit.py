@@ -17,6 +17,7 @@ from harness.estimate.timeline import Estimate
 from harness.layout.world import World
 from harness.plan.make import make_plan
 from harness.plan.plan import Plan
+from tests.estimate.runs import run_of
 
 
 def plan(ds: dict[str, Any], accelerator: str = "cuda", **keys: Any) -> Plan:
@@ -113,6 +114,13 @@ def test_offloaded_activations_stay_in_pinned_layer_blocks() -> None:
         more = rounded.estimate.worst.phase(phase, "host")["pinned rounding"]
         assert more == 16 * (8 * 2**20 - layer)
     assert kinds(rounded).count("pinned_memory") == 1
+
+
+def test_every_way_to_save_memory_changes_the_job() -> None:
+    run = run_of("llama-1b", accelerator="cuda", checkpointing="full", micro_batch=4, stage=3)
+    ways = dict(fit._candidates(run))
+    assert "model.activation_offload=true" in ways
+    assert run not in ways.values()
 
 
 def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:

@@ -1,7 +1,6 @@
 """Families beyond the usual ones: divided, and trained for docs/families.md."""
 
 import re
-from pathlib import Path
 
 import pytest
 
@@ -33,9 +32,7 @@ def test_families_on_the_page_are_trained_resumed_and_exported() -> None:
 
 @pytest.mark.gate("models")
 @pytest.mark.parametrize("family", ["mamba2", "recurrent_gemma", "falcon_h1", "xlstm"])
-def test_families_train_resume_in_another_layout_and_export(
-    family: str, zygote: Zygote, tmp_path: Path
-) -> None:
+def test_families_train_resume_elsewhere_and_export(family: str, zygote: Zygote, tmp_path) -> None:
     write_corpus(tmp_path / "corpus.jsonl", 60)
     runs = Runs(zygote, HYBRIDS[family], tmp_path / family)
     assert runs.run("resumed", 1, "train.steps=2") == "yes"

@@ -163,9 +163,7 @@ def zygote() -> Iterator[Zygote]:
 
 @pytest.mark.gate("streams")
 @pytest.mark.parametrize("cell", covering_cells(), ids=lambda cell: cell.name)
-def test_a_run_has_no_race_and_the_harness_does_not_wait(
-    cell: Cell, folder: Path, zygote: Zygote
-) -> None:
+def test_a_run_has_no_race_and_never_waits(cell: Cell, folder: Path, zygote: Zygote) -> None:
     assert row_of(zygote, cell, folder).problems == []
 
 
