@@ -314,10 +314,10 @@ def _by_outcome(run: RunRecord) -> list[Advice]:
     if run.outcome == "done":
         if problem := _unready(run):
             return [problem]
-        exported = (run.path / "export").is_dir()
         end = f"held-out loss {best[1]:.3f} at step {best[0]:,}" if best else "all steps are done"
-        what = "Try the model" if exported else "Export the weights"
-        tool = "chat.py" if exported else "export_hf.py"
+        what, tool = "Export the weights", "export_hf.py"
+        if (run.path / "export").is_dir():
+            what, tool = "Try the model", "chat.py"
         return [Advice(f"{what}: {end}.", f"python {script(f'tools/{tool}')} {folder}")]
     return []
 

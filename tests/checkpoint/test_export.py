@@ -111,7 +111,6 @@ def assert_same_tensors(ours: dict[str, torch.Tensor], expected: dict[str, torch
 
 
 def test_each_tensor_of_experts_is_converted_by_itself() -> None:
-    """For the memory that it takes."""
     layout = HubLayout(skeleton(hf_config(MODELS["mixtral"]), torch.float32, "eager"), 1)
     assert {len(part.sources) for part in layout._parts} == {1}
 

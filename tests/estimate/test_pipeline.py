@@ -56,7 +56,7 @@ def test_states_are_those_of_real_runs(
         assert [bytes_in(run, rank, phase) for phase in phases] == pytest.approx(measured, rel=1e-3)
 
 
-def test_parts_of_tensor_ranks_are_put_together_in_the_backward_pass() -> None:
+def test_parts_of_tensor_ranks_are_put_together() -> None:
     run = inputs(SMALL, HALVES, grid=Grid(4, pipeline=2, tensor=2)).of_stage(0)
     sizes = {item.component: item.bytes for item in pipeline(run)}
     stream = 2 * run.shape.hidden_size * run.tokens
