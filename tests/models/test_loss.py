@@ -37,10 +37,10 @@ def test_pair_without_targets_on_a_side_does_not_count() -> None:
     tallies = torch.zeros(2, 7, dtype=torch.float64)
     losses = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
     pairs = Pairs(torch.tensor([[0, 1, 2, 3]]), torch.zeros(2, 2))
-    loss = Preferences("dpo", 0.5, 0.0, 0.0, tallies)(
+    loss = Preferences("dpo", 0.5, 0.0, 0.25, tallies)(
         losses, torch.tensor([[5, 6, 7, -100]]), pairs
     )
-    assert float(loss) == pytest.approx(math.log1p(math.exp(-0.5 * (2.0 - 1.0))))
+    assert float(loss) == pytest.approx(0.25 + math.log1p(math.exp(-0.5 * (2.0 - 1.0))))
     loss.backward()
     assert losses.grad is not None
     assert losses.grad[2:].tolist() == [0.0, 0.0]
