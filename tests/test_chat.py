@@ -3,6 +3,7 @@
 import json
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from harness.data.tokenizer_files import SpecialIds
 from harness.errors import ConfigError
+from harness.models import export_code
 from harness.models.skeleton import hf_config
 from harness.runfolder import RunFolder
 from tests.data.chat_tokenizers import tokenizer_of
@@ -17,6 +19,7 @@ from tests.engine.small import MODEL
 from tests.run_tools import run_tool
 from tools.chat import _parser, _speakers, end_of_turn
 from tools.chat import _printer as printer_of
+from tools.exported import opened
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +33,12 @@ def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
     config = {**MODEL, **ids, "vocab_size": len(tokenizer), "max_position_embeddings": 512}
     AutoModelForCausalLM.from_config(hf_config(config)).save_pretrained(folder)
     return folder
+
+
+def test_an_export_whose_package_is_missing_is_one_error(exported: Path) -> None:
+    missing = mock.patch.object(export_code, "opened_as_trained", side_effect=ImportError("no"))
+    with missing, pytest.raises(ConfigError, match="cannot be opened: no"):
+        opened(exported, trust_remote_code=False)
 
 
 def talk(folder: Path, *words: str, said: str = "") -> str:

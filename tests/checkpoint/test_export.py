@@ -311,9 +311,7 @@ def test_rewritten_tokenizer_opens_in_transformers_5(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("before", "denied"), [("", {"add_prefix_space"}), (" ", set())])
-def test_llama_cpp_reads_bos_space_and_added_tokens(
-    before: str, denied: set[str], tmp_path: Path
-) -> None:
+def test_llama_cpp_reads_spaces_and_added_tokens(before: str, denied: set[str], tmp_path) -> None:
     model = spm_model(["a b a b"], "bpe", 300)
     tokenizer = wrap(to_backend(model))
     if before:

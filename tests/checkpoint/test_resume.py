@@ -94,9 +94,7 @@ def test_all_that_a_run_will_ask_for_is_named_at_once() -> None:
 
 
 @pytest.mark.parametrize(("sizes", "lora", "start"), CHANGES["shapes"])
-def test_no_key_allows_tensors_of_other_shapes(
-    sizes: dict[str, Any], lora: dict[str, Any], start: str
-) -> None:
+def test_no_key_allows_new_shapes(sizes: dict[str, Any], lora: dict[str, Any], start: str) -> None:
     planned = record(model={"lora": lora})
     planned["model_config"] |= sizes
     for problems in (resume_problems, branch_problems):

@@ -99,9 +99,7 @@ def test_quantized_weights_are_those_that_the_estimate_counts(name: str) -> None
 @pytest.mark.parametrize("kind", ["nf4", "fp4"])
 @pytest.mark.parametrize("doubles", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_rounded_weights_are_what_quantized_ones_compute_with(
-    family: str, kind: Any, doubles: bool
-) -> None:
+def test_quantized_weights_compute_as_rounded_ones(family: str, kind: Any, doubles: bool) -> None:
     torch.manual_seed(2)
     config = hf_config(CONFIGS[family])
     quantization, ids = Quantization(kind, doubles), torch.arange(24).view(2, 12)

@@ -115,9 +115,7 @@ SEED = int(os.environ.get("SEED", "0"))
 
 
 @pytest.mark.gate("faults")
-def test_a_run_survives_one_interruption_after_the_other(
-    zygote: Zygote, tmp_path: Path, data: list[str]
-) -> None:
+def test_a_run_survives_many_interruptions(zygote: Zygote, tmp_path, data: list[str]) -> None:
     with contextlib.closing(Story(tmp_path, SEED, zygote, data)) as story:
         story.interrupt(INTERRUPTIONS)
         steps = story.end()

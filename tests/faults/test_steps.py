@@ -183,9 +183,7 @@ def test_every_layout_goes_back_to_what_it_saved(spoiled: Run, tmp_path: Path, j
 
 
 @pytest.mark.gate("faults")
-def test_what_a_step_read_is_shown_past_the_samples_left_out(
-    rolled_back: list[RunFolder], tmp_path: Path
-) -> None:
+def test_a_step_is_shown_past_the_samples_left_out(rolled_back: list[RunFolder], tmp_path) -> None:
     run = rolled_back[0]
     for step, first in ((5, 32), (6, 72), (10, 104), (11, 144), (16, 184)):
         assert first_sample_of(run.read_events(), step, Curriculum(BATCH)) == first, step

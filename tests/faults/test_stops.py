@@ -20,9 +20,7 @@ STARTS = beside(__file__, "places.toml")["starts"]
 
 
 @pytest.mark.parametrize(("name", "place", "rank"), rest_in_gate("faults", STARTS))
-def test_a_signal_while_ranks_start_ends_all_with_75(
-    name: str, place: str, rank: int, trial: Trial
-) -> None:
+def test_a_signal_at_start_ends_all_with_75(name: str, place: str, rank: int, trial: Trial) -> None:
     ended = trial.start(code=75, rank=rank, at=place, do=name)
     assert f"asked to stop by {'Ctrl-C' if name == 'int' else 'SIG'}" in ended.output
     assert "Traceback" not in ended.output

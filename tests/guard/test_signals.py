@@ -112,9 +112,7 @@ def test_what_ignores_sighup_outlives_its_terminal() -> None:
 
 
 @pytest.mark.parametrize(("then", "names", "code"), rest_in_gate("faults", TABLES["ends"], 3))
-def test_starting_process_ends_on_second_ctrl_c_or_lost_rank(
-    then: str, names: list[str], code: int
-) -> None:
+def test_a_start_ends_on_second_ctrl_c_or_lost_rank(then: str, names: list[str], code: int) -> None:
     numbers = [signal.Signals[name] for name in names]
     command, pipe = [sys.executable, "-c", TABLES["waits"].format(then)], subprocess.PIPE
     with subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, text=True) as process:

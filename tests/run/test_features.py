@@ -217,9 +217,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", ["lora", in_gate("nf4")])
-def test_adapters_are_saved_alone_and_merge_exactly(
-    name: str, runs: Runs, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_adapters_save_alone_and_merge_exactly(name: str, runs: Runs, tmp_path, capsys) -> None:
     run, alone, merged = runs.whole(name), tmp_path / "alone", tmp_path / "merged"
     index = json.loads((run.checkpoints_dir / "step-00000004" / "index.json").read_text())
     assert index

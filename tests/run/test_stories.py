@@ -58,9 +58,7 @@ def test_a_run_that_learns_nothing_more_ends(zygote: Zygote, data: list[str], tm
 
 
 @pytest.mark.gate("runs")
-def test_initial_sample_of_given_weights_needs_a_request(
-    zygote: Zygote, data: list[str], tmp_path: Path
-) -> None:
+def test_given_weights_are_sampled_on_request(zygote: Zygote, data: list[str], tmp_path) -> None:
     """With ZeRO 3, each token gathers all weights: a start must not wait for unrequested text."""
 
     def titles(name: str, *words: str) -> list[str]:
@@ -79,9 +77,7 @@ def test_initial_sample_of_given_weights_needs_a_request(
 
 
 @pytest.mark.parametrize("policy", ["rollback", in_gate("log")])
-def test_a_step_without_a_target_changes_nothing_and_says_so(
-    policy: str, zygote: Zygote, tmp_path: Path
-) -> None:
+def test_a_step_without_a_target_changes_nothing(policy: str, zygote: Zygote, tmp_path) -> None:
     """Its samples are parts of prompts only; the balancing loss would train the routers."""
     run, steps, batch, draw = RunFolder(tmp_path / "run"), 12, 2, random.Random(0)
     pairs = [

@@ -18,11 +18,13 @@ from harness.config.ds_json import load_ds_json
 from harness.config.run_file import load_run_config
 from harness.estimate.activations import activations
 from harness.estimate.fit import with_stage
+from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.step_time.step import StepTime
 from harness.layout.world import World
 from harness.plan.duration import step_time
 from harness.plan.make import make_plan
 from harness.report.chart import Chart
+from harness.report.formatting import gib
 from harness.report.run_record import RunRecord
 from tests.tables import beside
 from tests.tiers import rest_in_gate
@@ -34,7 +36,7 @@ from tools.studio_app.svg import WIDTH, Svg
 from tools.studio_app.view import figures_of as shown_by
 from tools.studio_app.view import home_of, lesson_of
 from tools.studio_pages import collectives, hybrid
-from tools.studio_pages.checkpointing import _inputs, kept_bytes, passes
+from tools.studio_pages.checkpointing import _inputs, _picture, kept_bytes, passes
 from tools.studio_pages.cleaning import cleaned, trade_off
 from tools.studio_pages.data import trained_step
 from tools.studio_pages.sizes import loss, optimum
@@ -349,6 +351,11 @@ def test_nodes_are_in_rows_and_cells_are_drawn_also_empty() -> None:
     assert collectives._picture("", [[frozenset()] * 2] * 2, []).count("<rect") == 4
 
 
+def test_a_row_of_the_roofline_for_each_kernel() -> None:
+    (table,) = (figure for figure in figures_of("kernels") if isinstance(figure, Table))
+    assert len(table.rows) > 5
+
+
 def test_the_best_trade_offs_are_marked() -> None:
     scores = trade_off([cleaned(strictness) for strictness in range(0, 101, 5)])
     text, sizes = read_values(BY_SLUG["tokenizers"].controls, {})["text"], (512, 1024, 2048, 4096)
@@ -433,6 +440,9 @@ def test_checkpointing_holds_what_autograd_saves() -> None:
     values = {"activation_offload": "host memory", "model": "llama-1b"}
     inputs = _inputs(read_values(controls, values), "full")
     assert set(kept_bytes(inputs)) == {0}, "checkpointed layers keep nothing on the device"
+    turn = turns[-1]._replace(forward=False)  # the layer that is computed again is whole
+    whole = gib(layer_activations(inputs, turn.layer).total)
+    assert _picture(inputs, turn).count(whole) == len(kept_bytes(inputs)) + 1
     host = number(figures_of("checkpointing", way="full", **values), "In host memory")
     layers, width, tokens = inputs.shape.num_layers, inputs.shape.hidden_size, inputs.tokens
     assert host == f"{2 * layers * width * tokens / 2**30:,.2f} GiB"

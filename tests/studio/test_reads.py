@@ -17,6 +17,7 @@ from tests.studio.test_guard import ask
 from tests.studio.test_pages import BY_SLUG, ROOT, figures_of, number
 from tools.studio_app.figures import Code, Note, Table, html_of
 from tools.studio_app.runs import logs, names, read_run
+from tools.studio_pages.runs import _stable
 
 HOSTILE = "<img src=x onerror=window.hacked=1>"
 
@@ -57,6 +58,11 @@ def test_a_run_in_progress_tells_its_minutes_left(runs: Path) -> None:
     lines = [line_at(step, step_time_s=3.0) for step in range(1, 41)]
     runs_of_reports.write_run(runs / "first", lines, outcome="running", step=40)
     assert "of 200 8.0 minutes left" in "".join(map(html_of, figures_of("runs")))
+
+
+def test_a_norm_that_jumps_is_a_warning_or_bad() -> None:
+    verdicts = [_stable([1.0, 1.0, 1.0, top])[3] for top in (2.0, 5.0, 20.0)]
+    assert verdicts == ["good", "warning", "bad"]
 
 
 def test_trials_below_a_sweep_are_runs(runs: Path) -> None:

@@ -64,9 +64,7 @@ def test_op_build_without_locks_uses_the_lock_file(tmp_path, monkeypatch) -> Non
 
 
 @pytest.mark.parametrize("script", [STARTS_NOT, COMPILES_NOT])
-def test_a_build_that_fails_is_told_in_the_compilers_last_words(
-    script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_build_is_told_in_the_compilers_words(script: str, tmp_path, monkeypatch) -> None:
     monkeypatch.setenv("CXX", compiler(tmp_path / "bin", script))
     build = {"build_directory": str(tmp_path), "is_python_module": False}
     said: list[str] = []
