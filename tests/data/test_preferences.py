@@ -56,9 +56,7 @@ def test_sides_of_a_pair_stand_together_and_apart(
     assert pairs % 2 == 0 or batching == "packed"
 
 
-def test_pairs_of_mixtures_keep_their_reference(
-    opened: Opened, rows: Path, chatml_dir: str
-) -> None:
+def test_pairs_of_a_mix_keep_their_reference(opened: Opened, rows: Path, chatml_dir: str) -> None:
     other = rows.with_name("other.jsonl")
     other.write_bytes(rows.read_bytes())
     mix = [{"path": str(path), "share": 0.5} for path in (rows, other)]

@@ -43,9 +43,7 @@ def test_openmp_threads_are_the_rank_share_of_cores(variable: str | None, tmp_pa
 
 @pytest.mark.gate("engine")
 @pytest.mark.parametrize(("raised", "last"), TABLES["refused"])
-def test_a_rank_is_bound_to_the_gpu_it_sees_or_told_the_way_out(
-    raised: str, last: list[str]
-) -> None:
+def test_a_rank_is_bound_to_the_gpu_it_sees_or_told_a_way_out(raised: str, last: list[str]) -> None:
     command = [sys.executable, "-c", SCRIPTS["sees_one_gpu"].replace("SystemExit", raised)]
     env = environment(DS_ACCELERATOR="cuda", MASTER_ADDR="127.0.0.1", MASTER_PORT="1")
     done = subprocess.run(command, cwd=REPOSITORY, env=env, capture_output=True, text=True)

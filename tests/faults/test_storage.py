@@ -73,18 +73,14 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
 
 
 @pytest.mark.gate("faults")
-def test_a_disk_that_fills_up_during_a_save(
-    small_disk: Path, trial: Trial, undisturbed: RunFolder
-) -> None:
+def test_disk_that_fills_in_a_save(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
     stopped = trial.fill(small_disk, at="after the room was checked", rank=1, nth=2)
     assert "No space left on device" in stopped.output
     trial.go_on(undisturbed)
 
 
 @pytest.mark.gate("faults")
-def test_read_only_file_system_is_reported(
-    small_disk: Path, trial: Trial, undisturbed: RunFolder
-) -> None:
+def test_read_only_disk_is_reported(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
     trial.path.mkdir()
     trial.run.checkpoints_dir.symlink_to(small_disk)  # the lock is held open elsewhere
     fault = {"at": "before a save", "do": "readonly", "mount": str(small_disk)}

@@ -127,9 +127,7 @@ def test_a_layout_learns_the_same(name: str, layout: str, runs: Runs) -> None:
 
 
 @pytest.mark.parametrize(("name", "layout"), cells("resumes"))
-def test_resumed_runs_are_the_same_bit_for_bit(
-    name: str, layout: str, runs: Runs, tmp_path: Path
-) -> None:
+def test_resumed_runs_are_equal_bit_for_bit(name: str, layout: str, runs: Runs, tmp_path) -> None:
     feature, whole = FEATURES[name], runs.whole(name)
     again = runs.resumed(name, layout, tmp_path / "run", *feature.resumed_with.split())
     assert len(events(again, "resumed")) == 1

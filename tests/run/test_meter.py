@@ -211,9 +211,8 @@ def test_sample_ends_at_length_stop_time_or_nonfinite_logits() -> None:
 
 @ranks(2)
 def test_rank_0_ends_a_sample_whose_time_is_up() -> None:
-    for of_rank_0, of_rank_1 in ((0.0, 600.0), (600.0, 0.0)):
-        is_up = _clock(of_rank_1 if dist.get_rank() else of_rank_0)
-        assert is_up() == (of_rank_0 == 0.0)
+    for limits_s, ends in (((0.0, 600.0), True), ((600.0, 0.0), False)):
+        assert _clock(limits_s[dist.get_rank()])() == ends
 
 
 # --- messages about the vocabulary ---
