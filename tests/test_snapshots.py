@@ -1,0 +1,71 @@
+"""What commands print and pages show, held against snapshots.json.
+
+A change that is meant is written by `python -m tests.test_snapshots`. Read its diff: a command's
+output line by line, a page's figures as a hash of its form, how many numbers it has, and their sum.
+"""
+
+import hashlib
+import io
+import json
+import re
+import shlex
+from contextlib import redirect_stdout
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tables import beside
+from tools.studio_app.figures import html_of
+from tools.studio_app.lessons import PAGES
+from tools.studio_app.page import read_values
+from tools.studio_app.view import figures_of
+
+KEPT = Path(__file__).with_name("snapshots.json")
+SNAPSHOTS: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
+BY_SLUG = {page.slug: page for page in PAGES}
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def parted(text: str) -> tuple[str, list[float]]:
+    """Return a text without its numbers, and these."""
+    numbers = [float(number.replace(",", "")) for number in _NUMBER.findall(text)]
+    return _NUMBER.sub("#", text), numbers
+
+
+def printed(command: str) -> str:
+    tool, *words = shlex.split(command)
+    with redirect_stdout(io.StringIO()) as out:
+        import_module(f"tools.{tool}").main(words)
+    return out.getvalue()
+
+
+def shown(slug: str) -> list[list[Any]]:
+    figures = []
+    for figure in figures_of(BY_SLUG[slug], read_values(BY_SLUG[slug].controls, {})):
+        form, numbers = parted(html_of(figure))
+        total = sum(number * (1 + place % 7) for place, number in enumerate(numbers))
+        figures.append([hashlib.sha256(form.encode()).hexdigest()[:12], len(numbers), total])
+    return figures
+
+
+@pytest.mark.parametrize("command", SNAPSHOTS.get("commands", ()))
+def test_a_command_prints_what_it_did(command: str) -> None:
+    form, numbers = parted(printed(command))
+    kept_form, kept_numbers = parted("\n".join(SNAPSHOTS["commands"][command]))
+    assert form == kept_form
+    assert numbers == pytest.approx(kept_numbers, rel=1e-6)
+
+
+@pytest.mark.parametrize("slug", SNAPSHOTS.get("pages", ()))
+def test_a_page_shows_what_it_did(slug: str) -> None:
+    kept = [[*form, pytest.approx(total, rel=1e-4)] for *form, total in SNAPSHOTS["pages"][slug]]
+    assert shown(slug) == kept
+
+
+if __name__ == "__main__":
+    commands = beside(__file__, "snapshots.toml")["commands"]
+    made: dict[str, Any] = {"commands": {each: printed(each).split("\n") for each in commands}}
+    made["pages"] = {slug: shown(slug) for slug in BY_SLUG}
+    KEPT.write_text(json.dumps(made, indent=1) + "\n")
