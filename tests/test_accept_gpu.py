@@ -191,6 +191,14 @@ def test_parity_is_read_off_the_lines_of_the_gate(tmp_path: Path) -> None:
             gate.judge("zero1", cell, worst)
 
 
+def test_ranks_of_one_gpu_become_tasks_of_srun_that_see_it(monkeypatch) -> None:
+    monkeypatch.setattr(on_machine, "visible_gpus", lambda: ["GPU-a"])
+    ranks = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "DS_ACCELERATOR": "cuda"}
+    with mock.patch.dict(os.environ, ranks):
+        on_machine._become_srun()
+        assert (os.environ["SLURM_PROCID"], os.environ["CUDA_VISIBLE_DEVICES"]) == ("1", "GPU-a")
+
+
 def test_curves_that_are_apart_fail(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(runs, "closeness", lambda *_: (False, "apart"))
     with pytest.raises(Failed, match="apart"):

@@ -40,7 +40,7 @@ from tools.cluster.count import Counted, Question
 from tools.cluster.layouts import STATES, Layout, base_json, layouts
 from tools.cluster.search import Memo, count, count_all
 from tools.cluster.search import answer as answer_to
-from tools.cluster.what_if import Spent, _changes, front_of, largest_micro_batch
+from tools.cluster.what_if import Spent, _changes, _spent, front_of, largest_micro_batch
 from tools.plan_cluster import make_parser
 
 SMALL = ("--model", "gpt2-124m", "--gpus", 4, "--gpu", "a100-40", "--seq-len", 1024)
@@ -510,6 +510,8 @@ def test_largest_fitting_micro_batch_is_found() -> None:
     counted = count_all(args, question_of(args))
     most = max(each.layout.micro_batch for each in counted if each.decide())
     assert largest_micro_batch(counted).startswith(f"{most} ")
+    job = counted[0].question.job(counted[0])
+    assert _spent(counted[0]).days == job.days_with_failures
 
 
 def test_numbers_of_gpus_that_are_slower_and_dearer_are_left_out() -> None:

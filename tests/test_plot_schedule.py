@@ -19,15 +19,6 @@ RAMP = ("ramp.batch_from=12", "ramp.batch_tokens=30720", "ramp.length_from=32")
 run = functools.partial(run_tool, "plot_schedule")
 
 
-def test_schedule_table_summarises_the_run() -> None:
-    text = run("optim.schedule=wsd", "train.steps=40", *RAMP, "ramp.length_tokens=20000").stdout
-    lines = [line.split() for line in text.splitlines()[2:]]
-    assert lines[0] == ["1", "0", "0.00015", "1,536", "32"]
-    assert lines[-1][0] == "40"
-    assert next(line[3] for line in lines if line[3] != "1,536") == "3,072"
-    assert {line[4] for line in lines} == {"32", "64", "128"}
-
-
 @pytest.mark.gate("tools")
 @pytest.mark.parametrize(("name", "begins"), [("s.svg", b"<?xml"), ("s.png", b"\x89PNG")])
 def test_schedule_plot_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:

@@ -12,10 +12,16 @@ import shlex
 from contextlib import redirect_stdout
 from importlib import import_module
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
+from unittest import mock
 
 import pytest
 
+from harness.report.compare import compare_page_of
+from harness.report.page import page_of
+from harness.report.run_record import read
+from tests.report.runs import BEGIN_S, line_at, plan, write_run
 from tests.tables import beside
 from tools.studio_app.figures import html_of
 from tools.studio_app.lessons import PAGES
@@ -35,16 +41,37 @@ def parted(text: str) -> tuple[str, list[float]]:
 
 
 def printed(command: str) -> str:
+    """Return what a command of tools/ prints, run in this process."""
     tool, *words = shlex.split(command)
     with redirect_stdout(io.StringIO()) as out:
         import_module(f"tools.{tool}").main(words)
+    assert out.getvalue(), command
     return out.getvalue()
 
 
+def reports() -> list[str]:
+    """Return the pages of a run that is stopped, and of two runs beside each other."""
+    lines = [line_at(step, expert_load=1 + step / 100) for step in range(1, 121)]
+    lines[29]["needle/128"], lines[89]["needle/128"] = [0.1, 0.2], [0.3, 0.4]
+    lines[59] |= {"eval_loss": 2.5, "peak_allocated_gib": 30.0}
+    events = [{"kind": kind, "step": 60 + n} for n, kind in enumerate(("saved", "spike", "sample"))]
+    status = {"outcome": "stopped", "code": 75, "step": 120, "gpu_hours": 1.5, "message": "USR1"}
+    with TemporaryDirectory() as folder, mock.patch("time.time", return_value=BEGIN_S + 3600.0):
+        one = read(write_run(Path(folder, "one"), lines, events, **status))
+        other = read(write_run(Path(folder, "other"), the_plan=plan(lr=1e-3)))
+        pages = [page_of(one), compare_page_of([one, other], "two")]
+        return [page.replace(folder, "RUNS") for page in pages]
+
+
 def shown(slug: str) -> list[list[Any]]:
+    if slug == "report":
+        texts = reports()
+    else:
+        page = BY_SLUG[slug]
+        texts = [html_of(each) for each in figures_of(page, read_values(page.controls, {}))]
     figures = []
-    for figure in figures_of(BY_SLUG[slug], read_values(BY_SLUG[slug].controls, {})):
-        form, numbers = parted(html_of(figure))
+    for text in texts:
+        form, numbers = parted(text)
         total = sum(number * (1 + place % 7) for place, number in enumerate(numbers))
         figures.append([hashlib.sha256(form.encode()).hexdigest()[:12], len(numbers), total])
     return figures
@@ -67,5 +94,5 @@ def test_a_page_shows_what_it_did(slug: str) -> None:
 if __name__ == "__main__":
     commands = beside(__file__, "snapshots.toml")["commands"]
     made: dict[str, Any] = {"commands": {each: printed(each).split("\n") for each in commands}}
-    made["pages"] = {slug: shown(slug) for slug in BY_SLUG}
+    made["pages"] = {slug: shown(slug) for slug in (*BY_SLUG, "report")}
     KEPT.write_text(json.dumps(made, indent=1) + "\n")

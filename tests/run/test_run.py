@@ -168,6 +168,12 @@ def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> 
     assert targets == 2 * [*range(6), -100, -100]
 
 
+def test_a_sample_that_cannot_be_kept_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(saving, "_write", mock.Mock(side_effect=ConfigError("other data")))
+    saving.keep_sample(run := mock.MagicMock())
+    assert run.event.call_args.args == ("sample_not_kept",)
+
+
 @pytest.mark.parametrize(
     ("verdict", "step", "is_saved"),
     [
