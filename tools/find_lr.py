@@ -133,6 +133,11 @@ def _temporary(world: World) -> Path:
     return Path(tempfile.gettempdir()) / f"find-lr-{os.getuid()}-{launch}"
 
 
+def rates_to_try(lowest: float, highest: float, steps: int) -> list[float]:
+    """Return a rate for each step, each the same multiple of the one before."""
+    return [lowest * (highest / lowest) ** (number / (steps - 1)) for number in range(steps)]
+
+
 def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Curve:
     """Take the steps, on all ranks. Raises ConfigError if the run cannot be built."""
     import torch
@@ -145,8 +150,7 @@ def range_test(plan: Plan, lowest: float, highest: float, steps: int) -> Curve:
     losses: list[float] = []
     try:
         with closing(run.steps):
-            for number in range(steps):
-                rate = lowest * (highest / lowest) ** (number / (steps - 1))
+            for number, rate in enumerate(rates_to_try(lowest, highest, steps)):
                 run.pulse("step", number)
                 step = run.steps.take()
                 torch.manual_seed(step.dropout_seed)

@@ -77,7 +77,8 @@ def test_ds_assignment_overrides_the_file_under_any_alias(tmp_path: Path) -> Non
     assert ds.origin("train_batch_size") == str(path)
     assert ds.origin("bf16.enabled") == "command line"
     assert ds.origin("zero_optimization.stage3_max_live_parameters") == str(path)
-    whole = DsJson({}, "ds.json", {"fp16": {}})
+    whole = DsJson({}, "ds.json", {"fp16": {}, "zero_optimization.stage": 3})
+    assert whole.origin("zero_optimization.stage3_max_live_parameters") == "ds.json"
     assert whole.origin("fp16.enabled") == "command line"
 
 

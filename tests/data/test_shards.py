@@ -17,7 +17,7 @@ from pyarrow import parquet
 from transformers import PreTrainedTokenizerBase
 
 from harness.data.encoding import HowEncoded
-from harness.data.prepare import MASKS, SKIPPED, TOKENS, write_tokens
+from harness.data.prepare import MASKS, NOTES, SKIPPED, TOKENS, write_tokens
 from harness.data.rendering import set_template
 from harness.data.shards import ShardedTokens, shards_of
 from harness.data.tokenizer import load_tokenizer, train_tokenizer
@@ -27,7 +27,7 @@ from tests.data.conftest import Opened, Refused, Written
 from tests.real_runs import wait_for
 from tools.workers import run_workers
 
-FILES = (f"{TOKENS}.bin", f"{TOKENS}.idx", MASKS)
+FILES = (f"{TOKENS}.bin", f"{TOKENS}.idx", MASKS, NOTES)
 WORDS = "the model reads a text and learns which word follows another, naïvely".split()  # noqa: SIM905
 LEAST = 1500
 Sharded = Callable[..., ShardedTokens]
@@ -96,9 +96,10 @@ def sharded(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Sharded:
 
 @pytest.mark.parametrize("record", [a_text, a_pair, a_chat])
 def test_lines_in_shards_are_the_same_tokens(
-    record: Callable[[int], object], write_jsonl: Written, sharded: Sharded, tmp_path: Path
+    record: Callable[[int], dict[str, Any]], write_jsonl: Written, sharded: Sharded, tmp_path: Path
 ) -> None:
-    tokens = sharded(write_jsonl(*map(record, range(200))))
+    first, *others = map(record, range(200))
+    tokens = sharded(write_jsonl({**first, "unread": 1}, *others))
     assert len(tokens.shards) > 8
     write_and_join(tokens)
     assert tokens.missing() == []

@@ -170,7 +170,7 @@ def test_free_memory_respects_outer_cgroups(machine: Path, monkeypatch: pytest.M
 
 
 def test_ranks_that_share_a_gpu_share_its_memory() -> None:
-    world = World(world_size=4, accelerator="cuda", gpu="h100-80", ranks_per_gpu=4)
+    world = World(0, 4, 0, 4, accelerator="cuda", gpu="h100-80", ranks_per_gpu=4)
     shared = make_plan(RunConfig(), {}, world).estimate
     assert shared.device_bytes == plan({}).estimate.device_bytes // 4
 

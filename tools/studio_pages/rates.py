@@ -5,7 +5,7 @@ from functools import lru_cache
 import torch
 
 from harness.report.chart import Mark, line, lines
-from tools.find_lr import GIVE_UP, Found, judged, smoothed
+from tools.find_lr import GIVE_UP, Found, judged, rates_to_try, smoothed
 from tools.studio_app import small
 from tools.studio_app.figures import Figure, numbers
 from tools.studio_app.page import Choice, Page, Slider, Values
@@ -61,7 +61,7 @@ def figures(values: Values) -> list[Figure]:
 
 def range_test(name: str, lowest: float, highest: float, steps: int, batch: int) -> Found:
     """Return the result of a range test. Raises ConfigError if it suggests nothing."""
-    rates = [lowest * (highest / lowest) ** (number / (steps - 1)) for number in range(steps)]
+    rates = rates_to_try(lowest, highest, steps)
     losses = trained(name, tuple(rates), batch)
     return judged(rates[: len(losses)], list(losses))
 
