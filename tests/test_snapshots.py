@@ -1,7 +1,7 @@
 """What commands print and pages show, held against snapshots.json.
 
 A change that is meant is written by `python -m tests.test_snapshots`. Read its diff: a command's
-output line by line, a page's figures as a hash of its form, how many numbers it has, and their sum.
+output line by line, a figure of a page as a hash of its form, its numbers' count, and a sum of them.
 """
 
 import hashlib
@@ -11,6 +11,7 @@ import re
 import shlex
 from contextlib import redirect_stdout
 from importlib import import_module
+from math import log1p
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -72,7 +73,7 @@ def shown(slug: str) -> list[list[Any]]:
     figures = []
     for text in texts:
         form, numbers = parted(text)
-        total = sum(number * (1 + place % 7) for place, number in enumerate(numbers))
+        total = sum(log1p(n) * (1 + place % 7) for place, n in enumerate(numbers))
         figures.append([hashlib.sha256(form.encode()).hexdigest()[:12], len(numbers), total])
     return figures
 

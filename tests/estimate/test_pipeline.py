@@ -5,11 +5,9 @@ from typing import Any
 
 import pytest
 
-from harness.estimate.buffers import pipeline
 from harness.estimate.inputs import Inputs, _layers_alike
 from harness.estimate.layer_bytes import layer_activations
 from harness.estimate.timeline import estimate_memory, rank_timeline
-from harness.layout.grid import Grid
 from harness.layout.shape import Shape
 from harness.layout.stages import stage_parameters
 from harness.plan.model_config import find_model_config
@@ -54,14 +52,6 @@ def test_states_are_those_of_real_runs(
     for rank, measured in ((0, first), (3, last)):
         phases = ("built", "gradients_ready", "between_steps")
         assert [bytes_in(run, rank, phase) for phase in phases] == pytest.approx(measured, rel=1e-3)
-
-
-def test_parts_of_tensor_ranks_are_put_together() -> None:
-    run = inputs(SMALL, HALVES, grid=Grid(4, pipeline=2, tensor=2)).of_stage(0)
-    sizes = {item.component: item.bytes for item in pipeline(run)}
-    stream = 2 * run.shape.hidden_size * run.tokens
-    assert sizes["pipeline: output and its gradient put together"] == 2 * stream
-    assert sizes["pipeline: receive buffer"] == stream // 2
 
 
 def llama_3_8b(**keys: Any) -> Inputs:

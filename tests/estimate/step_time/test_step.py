@@ -7,7 +7,7 @@ import pytest
 
 from harness.estimate.activations import activations
 from harness.estimate.inputs import BY_REFERENCE, Inputs, LayerTrace
-from harness.estimate.step_time.exchanges import Group, hidden, reductions
+from harness.estimate.step_time.exchanges import Group, reductions
 from harness.estimate.step_time.machine import Machine, cpu_machine, machine_of, measured
 from harness.estimate.step_time.step import (
     HOOK_SECONDS,
@@ -156,11 +156,6 @@ def test_pipeline_step_time_includes_the_bubble() -> None:
     few, many = (estimate_time(replace(staged, grad_accum=batches), MACHINE) for batches in (4, 32))
     assert few.terms["bubble"] == pytest.approx(many.terms["bubble"])
     assert few.terms["bubble"] / few.seconds > 3 * many.terms["bubble"] / many.seconds
-
-
-def test_computation_hides_most_of_a_collective_but_not_all() -> None:
-    assert hidden(1.0, 10.0) == pytest.approx(0.15)
-    assert hidden(10.0, 1.0) == pytest.approx(9.15)
 
 
 def test_offloaded_optimizer_waits_for_its_share_and_drive() -> None:
