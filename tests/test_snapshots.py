@@ -1,7 +1,7 @@
 """What commands print and pages show, held against snapshots.json.
 
 A change that is meant is written by `python -m tests.test_snapshots`. Read its diff: a command's
-output line by line, a figure of a page as a hash of its form, its numbers' count, and a sum of them.
+output line by line, a figure of a page as a hash of its form and a sum over its numbers.
 """
 
 import hashlib
@@ -32,7 +32,7 @@ from tools.studio_app.view import figures_of
 KEPT = Path(__file__).with_name("snapshots.json")
 SNAPSHOTS: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
 BY_SLUG = {page.slug: page for page in PAGES}
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
 
 
 def parted(text: str) -> tuple[str, list[float]]:
