@@ -32,13 +32,12 @@ from tools.studio_app.view import figures_of
 KEPT = Path(__file__).with_name("snapshots.json")
 SNAPSHOTS: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
 BY_SLUG = {page.slug: page for page in PAGES}
-_NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?(?:e[+-]\d+)?")
+_NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
 def parted(text: str) -> tuple[str, list[float]]:
     """Return a text without its numbers, and these."""
-    numbers = [float(number.replace(",", "")) for number in _NUMBER.findall(text)]
-    return _NUMBER.sub("#", text), numbers
+    return _NUMBER.sub("#", text), [*map(float, _NUMBER.findall(text))]
 
 
 def printed(command: str) -> str:
