@@ -41,7 +41,6 @@ def parted(text: str) -> tuple[str, list[float]]:
 
 
 def printed(command: str) -> str:
-    """Return what a command of tools/ prints, run in this process."""
     tool, *words = shlex.split(command)
     with redirect_stdout(io.StringIO()) as out:
         import_module(f"tools.{tool}").main(words)
@@ -64,13 +63,9 @@ def reports() -> list[str]:
 
 
 def shown(slug: str) -> list[list[Any]]:
-    if slug == "report":
-        texts = reports()
-    else:
-        page = BY_SLUG[slug]
-        texts = [html_of(each) for each in figures_of(page, read_values(page.controls, {}))]
-    figures = []
-    for text in texts:
+    page, figures = BY_SLUG.get(slug), list[list[Any]]()
+    parts = figures_of(page, read_values(page.controls, {})) if page else []
+    for text in [*map(html_of, parts)] or reports():
         form, numbers = parted(text)
         total = sum(log1p(n) * (1 + place % 7) for place, n in enumerate(numbers))
         figures.append([hashlib.sha256(form.encode()).hexdigest()[:12], len(numbers), total])

@@ -4,7 +4,7 @@ import pytest
 
 from harness.estimate.activations import saved_for_backward
 from harness.estimate.fit import helpful_changes, with_stage
-from harness.estimate.host import checkpoint_bytes, communicators
+from harness.estimate.host import checkpoint_bytes, communicators, loading
 from harness.estimate.memory_item import GIB
 from harness.estimate.partition import Flat, piece, sub_groups
 from harness.estimate.states import model_states, optimizer_class
@@ -92,6 +92,11 @@ def test_checkpoint_is_12_bytes_per_parameter_in_all_layouts(precision, stage, b
     """tests/test_loop.py compares this with files on disk."""
     run = run_of("llama-1b", precision, stage=stage, bounds=bounds)
     assert estimate_memory(run).checkpoint_bytes == 12 * run.parameters
+
+
+def test_zero_3_reads_given_weights_a_piece_at_a_time():
+    whole, piece = (loading(run_of("llama-1b", stage=n, loads_weights=True))[0] for n in (2, 3))
+    assert whole.bytes > piece.bytes
 
 
 def test_a_save_in_the_background_holds_a_copy_on_the_host():

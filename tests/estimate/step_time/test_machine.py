@@ -9,7 +9,7 @@ import pytest
 import harness.estimate.step_time
 from harness.estimate.hardware import GPUS
 from harness.estimate.step_time.exchanges import Group
-from harness.estimate.step_time.layer import TILE, product_seconds
+from harness.estimate.step_time.layer import TILE, Seconds, product_seconds
 from harness.estimate.step_time.machine import machine_of, measured, rates_of
 
 RATES = tomllib.loads((Path(harness.estimate.step_time.__file__).parent / "rates.toml").read_text())
@@ -20,6 +20,10 @@ def test_every_gpu_and_no_other_has_rates() -> None:
     for rates in map(rates_of, GPUS):
         assert rates["evidence"] in ("measured", "fitted", "read", "guessed")
         assert all(0 < rates[name] < 1 for name in ("products", "attention", "streaming", "links"))
+
+
+def test_the_seconds_of_a_layer_add_up_without_idle_ones() -> None:
+    assert Seconds(1, 2, 4, elements=8, launches=16, idle=32).total == 31
 
 
 def test_given_network_rate_is_used() -> None:
