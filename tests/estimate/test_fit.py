@@ -118,9 +118,7 @@ def test_offloaded_activations_stay_in_pinned_layer_blocks() -> None:
 
 def test_every_way_to_save_memory_changes_the_job() -> None:
     run = run_of("llama-1b", accelerator="cuda", checkpointing="full", micro_batch=4, stage=3)
-    ways = dict(fit._candidates(run))
-    assert "model.activation_offload=true" in ways
-    assert run not in ways.values()
+    assert run not in dict(fit._candidates(run)).values()
 
 
 def test_cpu_ranks_have_all_their_memory_on_the_host() -> None:

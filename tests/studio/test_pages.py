@@ -1,14 +1,15 @@
 """Each page's function, without a browser: its settings, its figures, and their sources."""
 
+import functools
+import gc
 import html
 import itertools
-import pkgutil
 import re
 import shlex
 import sys
 from dataclasses import replace
 from pathlib import Path
-from types import CodeType
+from pkgutil import resolve_name
 from typing import Any
 
 import pytest
@@ -125,7 +126,7 @@ def test_page_has_text_command_and_resolvable_functions(page: Page) -> None:
         set_keys = [word for word in words if re.match(r"(model|train|data|optim)\.", word)]
         load_run_config(None, set_keys)
     assert lesson.computed_by
-    assert all(callable(pkgutil.resolve_name(name)) for name in lesson.computed_by)
+    assert all(callable(resolve_name(name)) for name in lesson.computed_by)
 
 
 _RECT = re.compile(r'<rect x="(\S+)" y="(\S+)" width="(\S+)" height="(\S+)"')
@@ -160,18 +161,21 @@ def test_a_page_calls_every_function_that_it_names(slug: str, monkeypatch, tmp_p
     (tmp_path / "first").mkdir()
     (tmp_path / "first/metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
     monkeypatch.setattr("tools.studio_app.runs._roots", [tmp_path])
-    if kept := TABLES["kept"].get(slug):
-        getattr(pkgutil.resolve_name(f"tools.studio_pages.{slug}"), kept).cache_clear()
-    called = set[CodeType]()
+    names = BY_SLUG[slug].lesson.computed_by
+    modules = {f"tools.studio_pages.{slug}", *(n.__module__ for n in map(resolve_name, names))}
+    for each in gc.get_objects():
+        if type(each) is functools._lru_cache_wrapper and each.__module__ in modules:
+            each.cache_clear()
+    called = set[Any]()
     sys.setprofile(lambda frame, *_: called.add(frame.f_code))
     try:
         figures_of(slug, **TABLES["asked"].get(slug, {}))
     finally:
         sys.setprofile(None)
     places = {f"{code.co_filename.removesuffix('.py')}.{code.co_qualname}." for code in called}
-    names = {place.removeprefix(f"{ROOT}/").replace("/", ".") for place in places}
-    for name in BY_SLUG[slug].lesson.computed_by:
-        assert any(each.startswith(f"{name}.") for each in names), name
+    here = {place.removeprefix(f"{ROOT}/").replace("/", ".") for place in places}
+    for name in names:
+        assert any(each.startswith(f"{name}.") for each in here), name
 
 
 @pytest.mark.parametrize(
