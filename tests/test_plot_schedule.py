@@ -6,11 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from harness.config.run_config import RunConfig
-from harness.layout.world import World
-from harness.plan.make import make_plan
 from tests.run_tools import run_tool
-from tools.plot_schedule import drawn
 
 ROOT = Path(__file__).parents[1]
 RAMP = ("ramp.batch_from=12", "ramp.batch_tokens=30720", "ramp.length_from=32")
@@ -48,12 +44,6 @@ def test_a_run_of_any_length_takes_seconds(tmp_path: Path) -> None:
     assert [line[3] for line in lines[-2:]] == ["6,144", "6,144"]
     rates = [line.split()[2] for line in run("train.steps=1000000").stdout.splitlines()[2:]]
     assert rates == ["0.00015", "0.003", "0.00165", "0.0003"]
-
-
-def test_every_panel_has_a_title() -> None:
-    plan = make_plan(RunConfig(), {}, World())
-    axes = drawn(plan, [(1, 9, 1e-3, 128, 32), (2, 9, 2e-3, 256, 64)]).axes
-    assert all(axis.get_title("left") for axis in axes)
 
 
 def test_a_run_in_epochs_needs_its_steps() -> None:

@@ -95,7 +95,7 @@ def test_a_rank_out_of_line_is_named(
 
 def test_weights_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
     (tmp_path / "a.safetensors").symlink_to("nowhere")
-    monkeypatch.setattr(files, "DataSpec", mock.MagicMock())  # no data: all is read
+    monkeypatch.setattr(files, "DataSpec", mock.MagicMock())  # without data, only weights are read
     monkeypatch.setattr(files, "cached_fingerprint", lambda _: None)
     config = RunConfig.model_validate({"model": {"init_from": str(tmp_path)}})
     (problem,) = files.look(replace(plan(), config=config), False, True).problems

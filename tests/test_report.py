@@ -10,13 +10,11 @@ from pathlib import Path
 import pytest
 
 from harness.report.lines import WHOLE_BYTES, read_lines
-from harness.report.run_record import read
 from tests.browser import WIDTHS, needs_browser
 from tests.report.runs import line_at, plan, write_run
 from tests.report.test_page import HOSTILE, values_of
 from tests.run_tools import run_tool
 from tests.tiers import rest_in_gate
-from tools.report import _titles
 
 STEPS = 1_000_000
 SPIKES = {"loss": (654_321, 55.5), "grad_norm": (123_456, 77.5), "step_time_s": (777_777, 99.5)}
@@ -88,12 +86,6 @@ def test_long_files_keep_extremes_whatever_their_lines_look_like(tmp_path, chang
     assert by_step[20_001]["loss"] == "nan"
     assert 30_000 in by_step
     assert 30_001 not in by_step
-
-
-def test_a_plot_of_different_held_out_sets_names_no_best(tmp_path):
-    plans = [plan() | {"held_out_set": name} for name in "ab"]
-    runs = [read(write_run(tmp_path / each["held_out_set"], the_plan=each)) for each in plans]
-    assert _titles(runs)[1] == "2 held-out sets, whose losses cannot be compared"
 
 
 def test_a_page_is_written_and_named(tmp_path):

@@ -1,7 +1,7 @@
 """What commands print and pages show, held against snapshots.json.
 
-A change that is meant is written by `python -m tests.test_snapshots`. Read its diff: a command's
-output line by line, a figure of a page as a hash of its form and a sum over its numbers.
+After a change that is meant, `python -m tests.test_snapshots` writes it anew. Read its diff: lines
+of commands, and for each figure of a page a hash of its form and a sum over its numbers.
 """
 
 import hashlib
@@ -32,6 +32,9 @@ from tools.studio_app.view import figures_of
 KEPT = Path(__file__).with_name("snapshots.json")
 SNAPSHOTS: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exists() else {}
 BY_SLUG = {page.slug: page for page in PAGES}
+# They train, or read Python's own library: another processor or release has other numbers.
+NOT_HELD = {"batch", "cleaning", "experts", "precision", "rates", "tokenizers"}
+HELD = [*sorted(BY_SLUG.keys() - NOT_HELD), "report"]
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
@@ -64,16 +67,22 @@ def reports() -> list[str]:
 
 def shown(slug: str) -> list[list[Any]]:
     page, figures = BY_SLUG.get(slug), list[list[Any]]()
-    parts = figures_of(page, read_values(page.controls, {})) if page else []
-    for text in [*map(html_of, parts)] or reports():
+    with mock.patch("tools.studio_app.runs._roots", [Path("/nonexistent")]):
+        parts = figures_of(page, read_values(page.controls, {})) if page else []
+    for text in map(html_of, parts) if page else reports():
         form, numbers = parted(text)
         total = sum(log1p(n) * (1 + place % 7) for place, n in enumerate(numbers))
         figures.append([hashlib.sha256(form.encode()).hexdigest()[:12], len(numbers), total])
     return figures
 
 
+def test_every_command_and_page_has_a_snapshot() -> None:
+    assert [*SNAPSHOTS["commands"]] == beside(__file__, "snapshots.toml")["commands"]
+    assert [*SNAPSHOTS["pages"]] == HELD
+
+
 @pytest.mark.parametrize("command", SNAPSHOTS.get("commands", ()))
-def test_a_command_prints_what_it_did(command: str) -> None:
+def test_a_command_prints_the_same_as_before(command: str) -> None:
     form, numbers = parted(printed(command))
     kept_form, kept_numbers = parted("\n".join(SNAPSHOTS["commands"][command]))
     assert form == kept_form
@@ -81,14 +90,13 @@ def test_a_command_prints_what_it_did(command: str) -> None:
 
 
 @pytest.mark.parametrize("slug", SNAPSHOTS.get("pages", ()))
-def test_a_page_shows_what_it_did(slug: str) -> None:
-    kept = [[*form, pytest.approx(total, rel=1e-6)] for *form, total in SNAPSHOTS["pages"][slug]]
+def test_a_page_shows_the_same_as_before(slug: str) -> None:
+    kept = [[*form, pytest.approx(total, abs=1e-3)] for *form, total in SNAPSHOTS["pages"][slug]]
     assert shown(slug) == kept
 
 
 if __name__ == "__main__":
-    pages = [*sorted(BY_SLUG.keys() - {"rates"}), "report"]  # runs that diverge round differently
     commands = beside(__file__, "snapshots.toml")["commands"]
     made: dict[str, Any] = {"commands": {each: printed(each).split("\n") for each in commands}}
-    made["pages"] = {slug: shown(slug) for slug in pages}
+    made["pages"] = {slug: shown(slug) for slug in HELD}
     KEPT.write_text(json.dumps(made, indent=1) + "\n")

@@ -67,7 +67,7 @@ def _page_shows(path: Path, trials: list[Record]) -> None:
 
 
 def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkeypatch) -> None:
-    settings = "method = 'tpe'\ntrials = 3\nprune = {after = 0.5}"
+    settings = "method = 'tpe'\ntrials = 4\nprune = {after = 0.5}"
     undisturbed = write_sweep(tmp_path, "undisturbed", settings, RATES, data)
     disturbed = write_sweep(tmp_path, "disturbed", settings, RATES, data)
     ended(start(undisturbed))

@@ -49,7 +49,7 @@ def test_it_is_short_unless_all_is_asked_for(library: Data) -> None:
     assert _text(library.tokenizer, learned, False, True) == f"«{decoded}»"
 
 
-def test_masks_positions(tmp_path, write_jsonl: Callable[..., Path], tokenizer_dir: str) -> None:
+def test_targets_are_marked(tmp_path, write_jsonl: Callable[..., Path], tokenizer_dir: str) -> None:
     path = write_jsonl(*({"prompt": "ab" + " ab" * 9, "completion": " c"} for _ in range(8)))
     spec = DataSpec(
         DataConfig(

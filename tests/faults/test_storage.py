@@ -73,7 +73,7 @@ def test_a_full_disk_stops_the_run_and_costs_no_checkpoint(
 
 
 @pytest.mark.gate("faults")
-def test_disk_that_fills_in_a_save(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
+def test_a_disk_may_fill_in_a_save(small_disk: Path, trial: Trial, undisturbed: RunFolder) -> None:
     stopped = trial.fill(small_disk, at="after the room was checked", rank=1, nth=2)
     assert "No space left on device" in stopped.output
     trial.go_on(undisturbed)

@@ -26,6 +26,7 @@ from tests.gates.reference import GATE, spreads, train
 from tests.gates.trajectory import Difference, Trajectory, difference, unit_of
 from tests.real_runs import REPOSITORY
 from tests.run_tools import run_tool
+from tools.acceptance.parity import _PAIR
 
 ZERO = Difference(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -39,7 +40,9 @@ def trajectory(**changes: object) -> Trajectory:
 @pytest.mark.slow("six engines and plain loops of 12 steps")
 def test_the_layout_changes_nothing_that_is_learned(zygote: Zygote, capfd) -> None:
     assert check_parity.main(["--brief"], zygote) == 0
-    assert f"{len(brief_cells())} cells, 0 differ" in capfd.readouterr().out
+    printed = capfd.readouterr().out
+    assert f"{len(brief_cells())} cells, 0 differ" in printed
+    assert len(_PAIR.findall(printed)) > 4 * len(brief_cells()), "the acceptance reads them"
 
 
 @pytest.mark.slow("four engines and plain loops of 12 steps")

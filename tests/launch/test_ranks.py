@@ -126,7 +126,7 @@ def test_nothing_outlives_its_block(way: str, end: str, hangs: Path) -> None:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 @pytest.mark.parametrize("user", USERS)
-def test_ranks_end_with_their_user(
+def test_processes_end_with_their_user(
     user: str, number: signal.Signals, hangs: Path, tmp_path: Path
 ) -> None:
     """After SIGKILL, which leaves no time for more, only those that it started itself."""

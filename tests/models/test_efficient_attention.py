@@ -103,7 +103,7 @@ def test_a_document_is_computed_as_if_it_were_alone(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_those_of_finite_differences(kind: str) -> None:
-    """In fp64 if the kind computes in it."""
+    """In fp64 if the kind computes in it; more tokens than a chunk of performer's, 128."""
     qkv = states(150, torch.float32 if kind == "performer" else torch.float64)
     output = attend(kind, SMALL[kind], *qkv)
     torch.manual_seed(0)

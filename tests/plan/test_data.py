@@ -167,7 +167,7 @@ def test_sections_that_may_change_exist() -> None:
 
 
 @pytest.mark.parametrize(("words", "other", "before"), TABLES["other_values"])
-def test_another_value_needs_a_word(words: list[str], other: str, before: str, tmp_path) -> None:
+def test_another_value_must_be_allowed(words: list[str], other: str, before: str, tmp_path) -> None:
     record = begun(tmp_path / "run", *words)
     plan = plan_of(f"run.dir={tmp_path / 'run'}", other).to_json()
     (problem,), (key, _, value) = resume_problems(record, plan, []), other.partition("=")

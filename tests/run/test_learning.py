@@ -38,8 +38,9 @@ def test_the_demo_is_below_a_bigram_model_and_writes_python(tmp_path: Path) -> N
     # If a position saw its own target, the loss would go to zero.
     assert 1.0 < _eval_loss(run.path) < baselines["bigram_nats"] - 0.1
     (sample,) = events(run, "sample")
-    # One draw, another one whenever the sources that it learns from change.
-    assert len({"self", *kwlist} & {*re.findall(r"\w+", sample["text"])}) >= 2
+    # A draw of few words, which differs from one processor to the next.
+    assert re.search(r"^ {4,}\S", sample["text"], re.MULTILINE), "indented"
+    assert {"self", *kwlist} & {*re.findall(r"\w+", sample["text"])}
 
 
 @pytest.mark.gate("runs")

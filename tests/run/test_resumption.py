@@ -174,7 +174,7 @@ def test_a_manifest_says_what_it_is_of(parent: RunFolder) -> None:
         (torch.OutOfMemoryError("out of memory"), torch.OutOfMemoryError),
     ],
 )
-def test_only_a_lacking_checkpoint_is_unusable(error: Exception, raised: type[Exception]) -> None:
+def test_only_incomplete_checkpoints_are_refused(error: Exception, raised: type[Exception]) -> None:
     engine: Any = mock.Mock()
     engine.restore.side_effect = error
     with mock.patch.object(Reader, "of"), pytest.raises(raised, match=str(error.args[-1])):

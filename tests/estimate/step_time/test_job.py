@@ -49,7 +49,7 @@ def test_job_estimate_counts_saves_hours_and_energy() -> None:
     best, asked = (Job(1e6, 1024, 700, 60, saves=saves) for saves in (0, 1000))
     assert asked.save_every_seconds == 1000
     assert asked.days_with_failures > best.days_with_failures
-    assert Job(1e6, 10**6, 700, saves=1).days_with_failures > 0  # it would never end
+    assert Job(1e6, 10**6, 700, saves=1).days_with_failures > 0  # it fails faster than it proceeds
     job = Job(seconds=10 * 3600, gpus=8, watts=500)
     assert (job.gpu_hours, job.energy_kwh) == (80, 40)
     assert 160 < job.cost(2.0) < 170  # saves and failures are minor for eight GPUs
