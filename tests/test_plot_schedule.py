@@ -15,6 +15,11 @@ RAMP = ("ramp.batch_from=12", "ramp.batch_tokens=30720", "ramp.length_from=32")
 run = functools.partial(run_tool, "plot_schedule")
 
 
+def test_a_panel_has_a_title(tmp_path: Path) -> None:
+    run("--plot", tmp_path / "s.svg", "train.steps=9")
+    assert ">learning rate</text>" in (tmp_path / "s.svg").read_text()
+
+
 @pytest.mark.gate("tools")
 @pytest.mark.parametrize(("name", "begins"), [("s.svg", b"<?xml"), ("s.png", b"\x89PNG")])
 def test_schedule_plot_is_drawn(name: str, begins: bytes, tmp_path: Path) -> None:
