@@ -4,7 +4,6 @@ import json
 import random
 import re
 import sys
-from keyword import kwlist
 from pathlib import Path
 
 import pytest
@@ -31,16 +30,17 @@ def test_the_demo_has_as_many_ids_as_pieces() -> None:
 @pytest.mark.gate("runs")
 def test_the_demo_is_below_a_bigram_model_and_writes_python(tmp_path: Path) -> None:
     command = [sys.executable, TRAIN, "--deepspeed", ZERO3, "--config", DEMO]
-    group = start([*command, f"run.dir={tmp_path / 'run'}", "save.export=false"], tmp_path, ranks=2)
+    # The draw differs between processors: long enough for a few words on any of them.
+    more = (f"run.dir={tmp_path / 'run'}", "save.export=false", "sample.tokens=640")
+    group = start([*command, *more], tmp_path, ranks=2)
     wait(group, timeout_s=3000).succeeded()
     run = RunFolder(tmp_path / "run")
     (baselines,) = events(run, "baselines")
     # If a position saw its own target, the loss would go to zero.
     assert 1.0 < _eval_loss(run.path) < baselines["bigram_nats"] - 0.1
     (sample,) = events(run, "sample")
-    # A draw of few words, which differs from one processor to the next.
-    assert re.search(r"^ {4,}\S", sample["text"], re.MULTILINE), "indented"
-    assert {"self", *kwlist} & {*re.findall(r"\w+", sample["text"])}
+    words = {"def", "self", "return", "if", "import", "class", "for", "None", "raise", "else"}
+    assert len(words & {*re.findall(r"\w+", sample["text"])}) >= 3
 
 
 @pytest.mark.gate("runs")
