@@ -16,6 +16,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 from unittest import mock
+from urllib.parse import parse_qsl
 
 import pytest
 
@@ -26,7 +27,7 @@ from tests.report.runs import BEGIN_S, line_at, plan, write_run
 from tests.tables import beside
 from tools.studio_app.figures import html_of
 from tools.studio_app.lessons import PAGES
-from tools.studio_app.page import read_values
+from tools.studio_app.page import not_shown, read_values
 from tools.studio_app.view import figures_of
 
 KEPT = Path(__file__).with_name("snapshots.json")
@@ -34,7 +35,7 @@ SNAPSHOTS: dict[str, dict[str, Any]] = json.loads(KEPT.read_text()) if KEPT.exis
 BY_SLUG = {page.slug: page for page in PAGES}
 # They train, or read Python's own library: another processor or release has other numbers.
 NOT_HELD = {"batch", "cleaning", "experts", "precision", "rates", "tokenizers"}
-HELD = [*sorted(BY_SLUG.keys() - NOT_HELD), "report"]
+COMMANDS, HELD = beside(__file__, "snapshots.toml").values()
 _NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 
 
@@ -65,10 +66,12 @@ def reports() -> list[str]:
         return [page.replace(folder, "RUNS") for page in pages]
 
 
-def shown(slug: str) -> list[list[Any]]:
-    page, figures = BY_SLUG.get(slug), list[list[Any]]()
+def shown(address: str) -> list[list[Any]]:
+    slug, _, query = address.partition("?")
+    page, figures, asked = BY_SLUG.get(slug), list[list[Any]](), dict(parse_qsl(query))
+    assert not page or not_shown(page.controls, asked) == []
     with mock.patch("tools.studio_app.runs._roots", [Path("/nonexistent")]):
-        parts = figures_of(page, read_values(page.controls, {})) if page else []
+        parts = figures_of(page, read_values(page.controls, asked)) if page else []
     for text in map(html_of, parts) if page else reports():
         form, numbers = parted(text)
         total = sum(log1p(n) * (1 + place % 7) for place, n in enumerate(numbers))
@@ -77,8 +80,8 @@ def shown(slug: str) -> list[list[Any]]:
 
 
 def test_every_command_and_page_has_a_snapshot() -> None:
-    assert [*SNAPSHOTS["commands"]] == beside(__file__, "snapshots.toml")["commands"]
-    assert [*SNAPSHOTS["pages"]] == HELD
+    assert [[*kept] for kept in SNAPSHOTS.values()] == [COMMANDS, HELD]
+    assert {page.partition("?")[0] for page in HELD} == {*BY_SLUG, "report"} - NOT_HELD
 
 
 @pytest.mark.parametrize("command", SNAPSHOTS.get("commands", ()))
@@ -89,14 +92,13 @@ def test_a_command_prints_the_same_as_before(command: str) -> None:
     assert numbers == pytest.approx(kept_numbers, rel=1e-6)
 
 
-@pytest.mark.parametrize("slug", SNAPSHOTS.get("pages", ()))
-def test_a_page_shows_the_same_as_before(slug: str) -> None:
-    kept = [[*form, pytest.approx(total, abs=1e-3)] for *form, total in SNAPSHOTS["pages"][slug]]
-    assert shown(slug) == kept
+@pytest.mark.parametrize("page", SNAPSHOTS.get("pages", ()))
+def test_a_page_shows_the_same_as_before(page: str) -> None:
+    kept = [[*form, pytest.approx(total, abs=1e-3)] for *form, total in SNAPSHOTS["pages"][page]]
+    assert shown(page) == kept
 
 
 if __name__ == "__main__":
-    commands = beside(__file__, "snapshots.toml")["commands"]
-    made: dict[str, Any] = {"commands": {each: printed(each).split("\n") for each in commands}}
-    made["pages"] = {slug: shown(slug) for slug in HELD}
+    made: dict[str, Any] = {"commands": {each: printed(each).split("\n") for each in COMMANDS}}
+    made["pages"] = {page: shown(page) for page in HELD}
     KEPT.write_text(json.dumps(made, indent=1) + "\n")

@@ -41,7 +41,7 @@ def table(records: list[dict[str, Any]], delimiter: str = ",") -> bytes:
     writer = csv.DictWriter(text, records[0], delimiter=delimiter)
     writer.writeheader()
     writer.writerows(records)
-    return text.getvalue().encode()
+    return text.getvalue().encode() + b"\r\n"  # an empty line is no row
 
 
 def as_parquet(records: list[dict[str, Any]]) -> bytes:

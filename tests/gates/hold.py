@@ -1,5 +1,6 @@
 """Counts the live bytes of a case on one rank."""
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -81,6 +82,7 @@ def _held(case: Case, world: World, device: torch.device, out: Path) -> dict[str
     points: dict[str, Any] = {}
 
     def count(point: str) -> None:
+        time.sleep(0.05)  # gloo's threads may still hold the tensor of a gathered object
         storages = {key: storage for key, storage in live_storages().items() if key not in before}
         sizes = sorted(((s.nbytes(), str(dtype)) for s, dtype in storages.values()), reverse=True)
         points[point] = {"bytes": sum(size for size, _ in sizes), "largest": sizes[:60]}

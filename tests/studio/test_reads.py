@@ -56,7 +56,9 @@ def test_a_run_is_shown_with_its_targets(runs: Path) -> None:
 
 def test_a_run_in_progress_tells_its_minutes_left(runs: Path) -> None:
     lines = [line_at(step, step_time_s=3.0) for step in range(1, 41)]
-    runs_of_reports.write_run(runs / "first", lines, outcome="running", step=40)
+    run = runs_of_reports.write_run(runs / "first", lines, outcome="running", step=40)
+    (run / "events.jsonl").unlink()
+    assert read_run("first").age_s < 600  # type: ignore[union-attr]
     assert "of 200 8.0 minutes left" in "".join(map(html_of, figures_of("runs")))
 
 

@@ -222,6 +222,7 @@ def test_trial_starts_if_first_decision_is_within_budget(tmp_path: Path) -> None
     assert budget.is_over(both, {1: Used(110, 1, 0.5)}, choice) is None
     assert "250 steps is used up" in (budget.is_over(both, {1: Used(111, 1, 0.5)}, choice) or "")
     assert budget.is_over(both, {1: Used(209, 1, 0.5)}) is None
+    assert budget.is_over(both, {1: Used(209, 1, 0.5)}, choice, Used(99, 1, 0.5)) is None
     assert "250 steps is used up" in (budget.is_over(both, {1: Used(210, 1, 0.5)}) or "")
     assert "2.0 hours is used up" in (budget.is_over(both, {1: Used(1, 1, 1.0)}) or "")
     early = Budget(sweep_of(tmp_path, f"{limits}\nprune = {{after = 0.2}}"), None)

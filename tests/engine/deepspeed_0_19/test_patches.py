@@ -316,6 +316,19 @@ def test_deepspeed_tied_ends_drift_over_four_data_ranks(bf16: bool) -> None:
     assert any(gathered(equal))
 
 
+@ranks(2)
+def test_tied_gradients_are_averaged_before_the_ends_add_theirs() -> None:
+    """Here, both ranks are the data ranks and the ends."""
+    engine, weight = mock.MagicMock(using_bf16_optimizer=False, _INSTRUCTION_MAP={}), mock.Mock()
+    engine.mpu.get_data_parallel_group.return_value = None
+    engine.module.get_tied_weights_and_groups.return_value = [(weight, None)]
+    weight.grad = torch.tensor(1.0 + WORLD.rank)
+    gradients.average_tied_gradients_first(engine)
+    (reduce,) = engine._INSTRUCTION_MAP.values()
+    reduce(engine)
+    assert weight.grad == 1.5 + 1.5
+
+
 @pytest.mark.slow("DeepSpeed's CPU Adam may have to be compiled")
 @ranks(2)
 def test_offload_optimizer_keeps_gradients_of_a_skipped_step() -> None:

@@ -153,6 +153,8 @@ def test_pipeline_step_time_includes_the_bubble() -> None:
     base = run(stage=1, grad_accum=8)
     layers = base.shape.num_layers
     staged = replace(base, grid=Grid(8, pipeline=4), bounds=split_evenly(layers, 4))
+    near, far = (estimate_time(replace(staged, gpus_per_node=n), MACHINE) for n in (4, 2))
+    assert far.terms["stages"] > 2 * near.terms["stages"], "a stage's ranks fill a node"
     few, many = (estimate_time(replace(staged, grad_accum=batches), MACHINE) for batches in (4, 32))
     assert few.terms["bubble"] == pytest.approx(many.terms["bubble"])
     assert few.terms["bubble"] / few.seconds > 3 * many.terms["bubble"] / many.seconds
