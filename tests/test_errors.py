@@ -17,9 +17,7 @@ def test_config_error_numbers_problems_and_survives_pickling():
 
 
 FULL = [
-    OSError(errno.ENOSPC, "No space left on device", "x"),
-    OSError(errno.EROFS, "Read-only file system"),
-    OSError(errno.EDQUOT, "Disk quota exceeded"),
+    *(OSError(n, "x") for n in (errno.ENOSPC, errno.EROFS, errno.EDQUOT, errno.EFBIG)),
     Exception("No space left on device (os error 28)"),  # from tokenizers
     shutil.Error([("a", "b", "[Errno 28] No space left on device: 'b'")]),
     CannotSave("anything"),

@@ -76,7 +76,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_reported(tmp_path: Path)
         process.send_signal(signal.SIGKILL)
         process.wait()
         folder = RunFolder(tmp_path)
-        folder.metrics_path.write_text('{"attempt": 1, "step": 9, "gpu_hours": 2.5}\n')
+        folder.metrics_path.write_text('{"gpu_hours": 1.5}\n{"step": 9, "gpu_hours": 2.5}\n')
         stale = folder.open() or ""
     assert stale.startswith(f"process {process.pid} on ")
     assert (folder.attempt, folder.gpu_hours_before) == (2, 2.5), "its hours count"
@@ -162,9 +162,12 @@ def test_status_follows_the_run_and_counts_attempts(tmp_path: Path) -> None:
     assert {"outcome": "running", "code": None, "step": 0, "attempt": 1}.items() <= (
         folder.read_status() or {}
     ).items()
-    folder.write_status("stopped", 75, 7)
+    folder.count_gpu_hours(4, 0.0)
+    with mock.patch("time.monotonic", return_value=900.0):
+        folder.write_status("stopped", 75, 7)
     folder.close()
     folder.open()
+    assert folder.gpu_hours_before == 1.0
     status = folder.read_status() or {}
     assert {"outcome": "running", "code": None, "step": 7, "attempt": 2}.items() <= status.items()
     datetime.fromisoformat(status["time"])
@@ -247,7 +250,7 @@ def test_a_damaged_status_is_named_and_attempts_go_on(damage: bytes, tmp_path: P
     folder = RunFolder(tmp_path)
     for _ in range(2):
         folder.open()
-        folder.append_metrics({"step": 7})
+        folder.append_event("a") if folder.attempt > 1 else folder.append_metrics({"step": 7})
         folder.close()
     folder.status_path.write_bytes(damage)
     with pytest.raises(ConfigError, match=re.escape(str(folder.status_path))):

@@ -185,6 +185,11 @@ def test_export_folder_appears_atomically(tmp_path: Path) -> None:
         raise KeyboardInterrupt
     assert (folder / "config.json").read_text() == "second"
     assert list(tmp_path.iterdir()) == [folder]
+    for name in ("a", "b", "c-d"):  # left by kills: here, on another host, of another folder
+        (place := tmp_path / f".unfinished-export-{name}").mkdir()
+        (place / ".lock").write_text("elsewhere" if name == "b" else export.socket.gethostname())
+    folder.rename(tmp_path / ".unfinished-export-a" / "replaced")
+    assert (sweep(folder), folder.exists()) == ([tmp_path / ".unfinished-export-a"], True)
 
 
 SCRIPTS = beside(__file__, "export_scripts.toml")

@@ -33,6 +33,7 @@ def test_resume_rejects_changed_keys_unless_allowed(change: dict[str, Any], key:
     assert problem.startswith(f"{key} is ")
     assert f"resume.allow={key}" in problem
     assert resume_problems(record(), record(**change), [key]) == []
+    assert len(resume_problems(record(**change), record(), [])) == 1
 
 
 def test_pairs_of_a_folder_that_have_changed_are_named() -> None:

@@ -58,9 +58,10 @@ def test_unreadable_old_checkpoint_does_not_end_a_save(tmp_path: Path) -> None:
     keep = Retention(last=1)
     save(tmp_path, 1, keep)
     error = OSError(errno.EIO, "Input/output error")
-    with mock.patch.object(store, "read_manifest", side_effect=error):
-        save(tmp_path, 2, keep)
-    assert steps(tmp_path) == [1, 2]
+    for step, (of, name) in enumerate(((store, "read_manifest"), (Store, "retain")), 2):
+        with mock.patch.object(of, name, side_effect=error):
+            save(tmp_path, step, keep)
+    assert steps(tmp_path) == [1, 2, 3]
 
 
 def test_rolled_back_checkpoints_displace_no_others(tmp_path: Path) -> None:

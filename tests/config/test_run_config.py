@@ -221,7 +221,7 @@ def test_config_value_records_its_origin(toml: Callable[[str], Path]) -> None:
 
 
 def test_command_line_key_displaces_the_files_length(toml: Callable[[str], Path]) -> None:
-    run = load_run_config(toml("[train]\ntokens = 1000\n"), ["train.steps=7"])
+    run = load_run_config(toml("data.date=2026-01-31\ntrain.tokens=1000\n"), ["train.steps=7"])
     assert (run.train.steps, run.train.tokens) == (7, None)
     assert run.origin("train.tokens") == "default"
     assert load_run_config(None, ["layout.verify=false"]).layout.verify is False

@@ -23,7 +23,7 @@ def schedule_of(
 
 @pytest.mark.parametrize("name", DECAYS)
 def test_linear_warmup_starts_at_step_1_and_ends_at_the_maximum(name: str) -> None:
-    schedule = schedule_of(name, 1e-3, total_steps=100, warmup_steps=10)
+    schedule = schedule_of(name, 1e-3, total_steps=11, warmup_steps=10)
     assert [schedule.lr(step) for step in range(1, 11)] == pytest.approx(
         [1e-4 * step for step in range(1, 11)]
     )

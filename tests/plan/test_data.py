@@ -92,9 +92,10 @@ def test_no_two_sources_have_one_name(write_jsonl: Callable[..., Path]) -> None:
 def test_data_where_stays_that_of_other_data(write_jsonl: Callable[..., Path]) -> None:
     path = write_jsonl(*({"text": "a", "l": value, "k": "x"} for value in "ab"))
     words = [f"data.path={path}", "data.balance=l", "data.where.k=x", f"data.eval_path={path}"]
-    data = plan_of(*words).config.data
+    data = plan_of(*words, "data.min_tokens=1", f"data.rehearse={path}").config.data
     assert [part.where for part in data.mix] == [{"k": "x", "l": "a"}, {"k": "x", "l": "b"}]
-    assert data.eval_sets()[""].where == {"k": "x"}
+    for other in (data.eval_sets()[""], data.sources()["rehearsed"]):
+        assert (other.where, other.min_tokens) == ({"k": "x"}, None)
 
 
 def test_counting_ends_with_what_decides(tmp_path: Path) -> None:
@@ -206,7 +207,7 @@ def test_dry_run_rejects_a_branch_as_the_run(source: str, problem: str, tmp_path
     run = tmp_path / "run"
     begun(run, "model.overrides.vocab_size=8")
     save(run / "checkpoints", 2)
-    for name in ("weights/config.json", "trainer/config.json", "trainer/global_step5/x"):
+    for name in TABLES["files"]:
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text("{}")
     words = (f"resume.from={tmp_path / source}", f"run.dir={tmp_path / 'new'}", "train.steps=1")

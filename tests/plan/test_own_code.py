@@ -82,6 +82,7 @@ def test_what_functions_return_is_checked(my: Path) -> None:
         "@optimizer('b', state_bytes=4)\ndef g(groups, lr, weight_decay):\n"
         "    return torch.optim.Adagrad(groups, lr)\n"
         "@metric('c')\nclass C: ...\n@schedule('d')\ndef d(progress): return 2 * progress\n"
+        "@optimizer('e', state_bytes=0, layouts='whole')\ndef e(groups, lr, weight_decay): ...\n"
     )
     parameter = torch.nn.Parameter(torch.zeros(2))
     for name, problem in (
@@ -97,6 +98,8 @@ def test_what_functions_return_is_checked(my: Path) -> None:
         planned(my, "optim.schedule=d")
     with pytest.raises(ConfigError, match=r"^my\.py:8: metric 'c' is a class, but not of harness"):
         [*own_metrics({})]
+    with pytest.raises(ConfigError, match="whole matrices, but ZeRO 1"):
+        planned(my, "optim.name=e")
 
 
 def test_checkpoints_hold_what_torchs_optimizers_keep() -> None:
