@@ -134,7 +134,7 @@ def main(argv: list[str]) -> int:
     from tests.ranks import after_calls  # this module is __main__
 
     world = World.from_environ()
-    join(world)
+    join(world, hang_first_s=60.0)
     with Client(argv[0]) as connection, ending_together():
         connection.send(world.rank)
         while True:

@@ -80,6 +80,7 @@ def test_zero3_moves_the_buffers_of_a_loaded_model(monkeypatch: pytest.MonkeyPat
 def test_given_weights_are_loaded_exactly(layout: str) -> None:
     engine = engine_of(layout, model={"init_from": str(folder() / "given")})
     assert different(engine.masters(), given_weights()) == []
+    assert "unused_weights" not in {event["kind"] for event in engine.events}
 
 
 @pytest.mark.parametrize("layout", ["zero0 bf16", "zero1 fp16", "zero2 bf16 fp32_sums"])

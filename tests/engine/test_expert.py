@@ -192,10 +192,10 @@ def test_expert_load_counts_every_token() -> None:
 
 
 def test_tokens_are_summed_over_all_data_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also over those that hold the same experts."""
+    """Also over those that hold the same experts; each once."""
     asked: list[Any] = []
     monkeypatch.setattr(dist, "all_reduce", lambda _, group: asked.append(group))
     experts: Any = object.__new__(Experts)
     experts.group, experts._data_group, experts._tokens = "experts", "data", [torch.ones(2)]
-    experts.tokens()
-    assert asked == ["data"]
+    assert [int(experts.tokens().sum()) for _ in range(2)] == [2, 0]
+    assert asked == ["data"] * 2

@@ -106,9 +106,9 @@ def test_an_overflow_skips_the_step_and_halves_the_scale() -> None:
     engine = engine_of(fp16())
     before, scale = dict(engine.masters()), engine.loss_scale
     engine.train_batch(*share_of(engine), 1e-3)
-    assert engine.step_applied is False
-    assert engine.skipped_steps == 1
-    assert engine.loss_scale / scale == 0.5
+    assert (engine.step_applied, engine.loss_scale / scale) == (False, 0.5)
+    engine.train_batch(*share_of(engine), 1e-3, lambda *_: True)  # a spike halves nothing
+    assert (engine.skipped_steps, engine.loss_scale / scale) == (2, 0.5)
     assert all(torch.equal(before[name], after) for name, after in engine.masters())
 
 
@@ -148,8 +148,8 @@ def undivided_outputs(has_experts: bool) -> dict[str, Any]:
 def test_undivided_model_masks_padding_as_the_sharded_one(layout: str) -> None:
     from harness.engine.stages import unsplit_loss_and_norm  # imports DeepSpeed
 
-    balanced = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
-    engine = engine_of(layout, True, model={**mixture()["model"], "overrides": balanced})
+    model = {**mixture()["model"], "overrides": {"router_aux_loss_coef": 0.5}}
+    engine = engine_of(layout, True, model=model, train={"label_smoothing": 0.2})
     half = torch.arange(SEQ_LEN // 2).expand(2, -1)
     positions = torch.cat([half, half + 1], 1)  # a document, then padding
     every = [replace(batch, position_ids=positions) for batch in all_batches()]
@@ -219,6 +219,8 @@ def test_divided_rows_are_dropped_as_whole_rows() -> None:
     torch.manual_seed(5)
     dropped = residuals.Residuals.dropped(own, torch.ones(2, 3, 8), 0.5)
     assert torch.equal(dropped, whole.chunk(2, 1)[dist.get_rank()])
+    with residuals._WholeDraws(own):
+        assert functional.dropout(whole, 0.5, training=False) is whole
 
 
 @ranks(2)
@@ -234,8 +236,9 @@ def test_tensor_ranks_draw_dropout_per_head_and_share_the_rest() -> None:
         kept.append((dropped != 0) | (weights == 0))
         return dropped
 
-    torch.manual_seed(5)
     batches, targets = share_of(engine)
+    assert torch.equal(*(engine.next_token_logits(batches[0].input_ids[:1]) for _ in range(2)))
+    torch.manual_seed(5)
     with mock.patch.object(functional, "dropout", noted):
         engine.accumulate(batches[:1], targets)
     after = torch.rand(4)

@@ -51,6 +51,7 @@ def test_new_rows_are_the_mean_of_the_others_in_every_layout(layout: str) -> Non
     assert engine.plan.model_config["vocab_size"] == VOCAB_SIZE + NEW
     assert different(masters.items(), expected()) == []
     assert losses(engine, 1)
+    assert "unused_weights" not in {event["kind"] for event in engine.events}
 
 
 def test_rows_of_a_whole_model_and_one_that_is_tied() -> None:
@@ -120,6 +121,7 @@ def test_rank_with_a_plan_reads_no_model_config(tmp_path: Path) -> None:
     words = [
         f"model.init_from={tmp_path / 'fp8'}",
         f"model.overrides.vocab_size={VOCAB_SIZE + NEW}",
+        f"model.overrides.pad_token_id={VOCAB_SIZE}",
     ]
     plan = make_plan(load_run_config(None, [*words, "data.seq_len=8"]), {}, World())
     (tmp_path / "fp8" / "config.json").unlink()
@@ -127,7 +129,7 @@ def test_rank_with_a_plan_reads_no_model_config(tmp_path: Path) -> None:
     config = config_of_files(plan, empty)
     assert config is not None
     assert (config.vocab_size, empty.config.vocab_size) == (VOCAB_SIZE, VOCAB_SIZE + NEW)
-    assert config.quantization_config["dequantize"]
+    assert (config.pad_token_id, config.quantization_config["dequantize"]) == (None, True)
 
 
 FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])

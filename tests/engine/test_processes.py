@@ -80,6 +80,9 @@ def test_each_rank_of_a_shared_gpu_is_a_host_to_nccl(monkeypatch: pytest.MonkeyP
     second = processes.shared_gpu_variables(replace(world, rank=2, launcher="torch"))
     assert second["NCCL_HOSTID"] != nccl["NCCL_HOSTID"]
     assert "NCCL_SOCKET_IFNAME" not in second  # maybe on several nodes
+    monkeypatch.setattr(processes.torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(processes.torch.cuda, "set_device", lambda index: None)
+    assert processes.own_device(world).index == 0
 
 
 def test_the_ninja_beside_the_interpreter_is_found_first(monkeypatch: pytest.MonkeyPatch) -> None:

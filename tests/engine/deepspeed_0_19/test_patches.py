@@ -285,8 +285,11 @@ def test_deepspeed_finds_experts_only_beside_its_own_moe_class() -> None:
 
 @ranks(2)
 def test_zero_0_in_fp32_steps_with_nan() -> None:
-    """DeepSpeed without our code."""
+    """DeepSpeed without our code, which skips it."""
     engine = engine_of("zero0")
+    with gradient_of(engine, math.nan):
+        engine.train_batch(*share_of(engine), 1e-3)
+    assert not engine.step_applied
     with gradient_of(engine, math.nan):
         engine.accumulate(*share_of(engine))
     engine.engine.step()
