@@ -158,6 +158,7 @@ def limit(folder: Path, most: str, anonymous: int) -> None:
 
 
 def test_free_memory_respects_outer_cgroups(machine: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    limit(machine / "cgroup", "9000000", 0)
     assert fit.free_on_host() == 8000 * 1024
     limit(machine / "cgroup/slurm/job", "max", 0)
     assert fit.free_on_host() == 8000 * 1024

@@ -131,10 +131,11 @@ def test_optional_parts_are_counted(keys, component, place, size):
     assert (part.bytes, part.place) == (size, place or "device")
 
 
-def test_frozen_weights_are_not_in_a_checkpoint_of_adapters():
+def test_checkpoints_lack_frozen_weights_and_widen_8_bit_moments():
     run = replace(run_of(stage=2), adapters=Adapters(4))
     assert run.frozen == TINY
     assert checkpoint_bytes(run) == 12 * run.trained
+    assert checkpoint_bytes(run_of(stage=2, type="AdamW8bit")) == 14 * TINY
 
 
 @pytest.mark.parametrize(("axes", "secondary_ranks", "count"), TABLES["communicators"])
@@ -173,6 +174,8 @@ def test_suggested_changes_save_as_stated_and_can_run(layout, never):
     assert not [text for text in texts for part in never if part in text]
     for change in changes:
         assert change.saved_bytes == before.worst.peak - change.estimate.worst.peak > 0
+        job = change.estimate.inputs
+        assert "GPUs" in change.text or job.grad_accum * job.grid.data == run.grid.data
 
 
 def test_single_rank_gathers_nothing_and_keeps_no_second_copy():

@@ -69,9 +69,10 @@ def test_a_head_as_long_as_two_layers_takes_two_layers_away() -> None:
     assert flops_per_unit(shape, tokens) == [0, *[layer] * 6, pytest.approx(2 * layer, rel=1e-3)]
     assert layers_per_stage(split(shape, 2, tokens)) == (4, 2)
     # Layers that run forward twice cost a third more; the head does not.
-    larger = llama(vocab_size=4 * layer // (6 * hidden))
+    larger = llama(vocab_size=16 * layer // (30 * hidden))
     assert layers_per_stage(split(larger, 2, tokens)) == (5, 1)
     assert layers_per_stage(split(larger, 2, tokens, "full")) == (4, 2)
+    assert layers_per_stage(split(larger, 2, tokens, mlp_tiles=8)) == (4, 2)
 
 
 def test_units_cost_what_the_model_costs() -> None:

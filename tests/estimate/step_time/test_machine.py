@@ -108,6 +108,7 @@ def test_groups_know_their_nodes_and_neighbours() -> None:
     # Eight data ranks, one per node: the groups of all eight tensor ranks share the network.
     assert Group.of(8, 8, 8) == Group(8, nodes=8, sharing=8)
     assert Group.of(4, 2, 8) == Group(4, nodes=1, sharing=1)
+    assert Group.of(2, 16, 8) == Group(2, nodes=2, sharing=8)
 
 
 def test_ring_sends_all_but_the_own_shard() -> None:
@@ -119,10 +120,10 @@ def test_ring_sends_all_but_the_own_shard() -> None:
 
 
 def test_between_nodes_a_ring_has_the_cards_of_a_whole_node() -> None:
-    far = Group.of(16, 1, 8)
-    assert far.rate(MACHINE) == min(MACHINE.link_rate, 8 * MACHINE.network_rate)
-    shared = Group.of(2, 8, 8)
-    assert shared.rate(MACHINE) == pytest.approx(MACHINE.network_rate)
+    far, shared = Group.of(16, 1, 8), Group.of(2, 8, 8)
+    for machine in (MACHINE, replace(MACHINE, link_rate=1e9)):
+        assert far.rate(machine) == min(machine.link_rate, 8 * machine.network_rate)
+        assert shared.rate(machine) == pytest.approx(machine.network_rate)
 
 
 def test_an_exchange_is_bound_by_the_network() -> None:

@@ -228,6 +228,8 @@ def test_a_slow_network_shows_in_the_weights_of_zero_3() -> None:
     usual, waiting = estimate_time(many, MACHINE), estimate_time(many, slow)
     assert waiting.bound == "weights"
     assert usual.terms["products"] == waiting.terms["products"]
+    kept, twice = (reductions(run("tiny", stage3_max_reuse_distance=n), MACHINE) for n in (1e9, 0))
+    assert twice.weights == pytest.approx(2 * kept.weights)
 
 
 def test_zero_stages_share_the_compute_time() -> None:
@@ -293,6 +295,7 @@ def test_a_state_costs_no_more_than_its_kernels_move() -> None:
     assert reference.terms["attention"] == reference.terms["serial"] == 0
     assert 1 < reference.terms["elements"] / little.terms["elements"] < 100
     assert reference.evidence == "guessed"
+    assert reference.to_json()["terms_evidence"]["operations on elements"] == "guessed"
 
 
 def test_expert_flops_count_chosen_experts_of_traced_layers() -> None:
@@ -370,6 +373,7 @@ def test_documents_are_seen_where_a_kernel_is_told_of_them() -> None:
         else:
             assert short <= long
     assert terms["sdpa", None] == terms["sdpa", whole.seq_len / 8]
+    assert terms["sdpa", None] == pytest.approx(2 * MACHINE.sdpa * timed().terms["attention"])
 
 
 @pytest.mark.parametrize(("tokens", "published"), [(130, 1.56), (8_192, 1.05)])
