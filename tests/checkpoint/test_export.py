@@ -235,15 +235,15 @@ def test_export_moved_aside_before_a_kill_is_restored(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("place", "problem"),
-    [("", "not an exported model"), ("thesis.tex", "not an exported model")]
-    + [(place, "cannot be created") for place in ("thesis.tex/x", "thesis.tex/x/y")],
+    [("", "not an exported model"), ("my.safetensors", "not an exported model")]
+    + [(place, "cannot be created") for place in ("my.safetensors/x", "my.safetensors/x/y")],
 )
 def test_export_replaces_no_file_of_the_user(place: str, problem: str, tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("mine")
+    (tmp_path / "my.safetensors").write_text("mine")
     path = tmp_path / place
     with pytest.raises(ConfigError, match=f"{path} .*{problem}"), replacing(path):
         pass
-    assert (tmp_path / "thesis.tex").read_text() == "mine"
+    assert (tmp_path / "my.safetensors").read_text() == "mine"
 
 
 LARGE = {

@@ -82,6 +82,8 @@ def test_too_many_bad_rows_reject_the_run(opened: Opened, refused: Refused, tmp_
     (skipped,) = tmp_path.glob(f"cache/*/{SKIPPED}")
     skipped.write_text("[]")
     assert "cannot be read" in refused(path, **options, bad_rows_limit=5)[0]
+    path.write_text("{}\n" * 120 + "\n".join(as_lines([record(n) for n in range(1500)])))
+    assert "to be left out: 120 of 1,000" in glance(DataConfig(path=str(path), **options)).text
 
 
 def test_a_corpus_of_bad_rows_alone_is_not_left_out(refused: Refused, tmp_path: Path) -> None:

@@ -133,7 +133,7 @@ READ: list[tuple[str, bytes | str, dict[str, Any], list[Any]]] = [
         for name in ("a.jsonl", "a.JSONL", "a.ndjson", "a.json", "A.Json")
     ),
     *(
-        (name, "Prose é.\nMore.\n", {}, ["Prose é.\nMore.\n"])
+        (name, "é or prose.\n" * 400, {}, ["é or prose.\n" * 400])
         for name in ("a.txt", "a.MD", "a.py", "enwik8", "Makefile", "wiki.train.raw")
     ),
     # The user's format overrides the suffix.
@@ -177,14 +177,15 @@ def test_conversations_come_in_two_shapes(tmp_path: Path, name: str) -> None:
     for record in (openai, sharegpt):
         path.write_bytes(WRITERS[name]([record]))
         assert documents(path) == [Chat(TURNS, tools)]
-    # Nulls that only make keys equal are left out; one that the schema requires is an argument.
-    given = {"f": {"a": 1, "to": None}, "g": {"a": None, "to": "x"}}
+    # Nulls that only make keys equal are left out; one that the schema requires or allows stays.
+    given = {"f": {"a": 1, "to": None, "b": 2}, "g": {"a": None, "to": "x", "b": None}}
     calls = [{"function": {"name": name, "arguments": given[name]}} for name in given]
-    schema = {"name": "g", "parameters": {"properties": {"a": {"type": "n"}}, "required": ["a"]}}
+    properties: Any = {"a": {"type": "n"}, "b": {"type": ["n", "null"]}}
+    schema = {"name": "g", "parameters": {"properties": properties, "required": ["a"]}}
     rows = [{"messages": [*TURNS[:2], {**TURNS[2], "tool_calls": calls}], "tools": [schema]}]
     path.write_bytes(WRITERS[name](rows))
     called = documents(path)[0].messages[2]["tool_calls"]
-    assert [call["function"]["arguments"] for call in called] == [{"a": 1}, given["g"]]
+    assert [call["function"]["arguments"] for call in called] == [{"a": 1, "b": 2}, given["g"]]
     path.write_bytes(WRITERS[name]([{"talk": TURNS[:2] + TURNS[4:]}]))
     assert documents(path, columns={"messages": "talk"}) == [Chat(TURNS[:2] + TURNS[4:])]
     text = glance(DataConfig(path=str(path), columns={"messages": "talk"})).text
@@ -342,6 +343,7 @@ def test_where_reads_matching_records(write_jsonl: Callable[..., Path], tmp_path
     path = write_jsonl(*({"text": f"t{n}", "language": n % 2, "kind": "a"} for n in range(4)))
     where = {"language": "1", "kind": "a"}
     assert documents(path, where=where) == ["t1", "t3"]
+    assert "left out" not in glance(DataConfig(path=str(path), where=where)).text
     assert find_corpus(str(path), where=where).identity() != find_corpus(str(path)).identity()
     path = write_jsonl({"text": "a", "language": "de"}, {"text": "b"})
     with pytest.raises(ConfigError, match=r"data\.jsonl:2: has no 'language'.*it has 'text'"):

@@ -37,7 +37,7 @@ def read(folder: Path, split: str | None = None) -> list[str]:
 def test_a_data_set_of_the_hub_is_its_train_split(tmp_path: Path) -> None:
     train, test = (f"data/{name}-00000-of-00001.jsonl" for name in ("train", "test"))
     fill(tmp_path, train, test, "LICENSE", "CITATION.cff", "dataset_infos.json")
-    fill(tmp_path, ".gitattributes", ".cache/huggingface/x", "README_zh.md")
+    fill(tmp_path, ".gitattributes", ".cache/huggingface/x", "README_zh.md", "notice.txt")
     fill(tmp_path, "README.md", content=CARD)
     fill(tmp_path, "assets/a.png", content=POINTER)
     fill(tmp_path, "load.py", content="class A(datasets.GeneratorBasedBuilder): ...")
@@ -48,7 +48,7 @@ def test_a_data_set_of_the_hub_is_its_train_split(tmp_path: Path) -> None:
     assert files.split_text == "split train (not read: test)"
     assert files.left_out == (
         "CITATION.cff, LICENSE, README.md (data card), README_zh.md, dataset_infos.json, load.py "
-        "(loading script), 1 .png, 1 dot file, 1 dot folder"
+        "(loading script), 1 more such files, 1 .png, 1 dot file, 1 dot folder"
     )
     text = glance(DataConfig(path=str(tmp_path))).text
     assert "'one line'; split train (not read: test); left out: CITATION" in text

@@ -47,7 +47,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
             messages(Q, {**A, key: value}, Q2, {**A2, key: 1}),
             Chat([Q, A, Q2, A2], unlearned=frozenset({1})),
         )
-        for key in ("weight", "train", "trainable", "loss", "training")
+        for key in ("weight", "train", "trainable", "loss", "training", "train_on_turn", "learn")
         for value in (0, False, 0.0)
     },
     **{
@@ -55,7 +55,7 @@ READ: dict[str, tuple[dict[str, Any], Chat]] = {
             messages(Q, asks(call(arguments)), RESULT, A),
             Chat([Q, asks(call({})), RESULT, A]),
         )
-        for arguments in (None, "", "null", "{}", {})
+        for arguments in (None, "", " ", "null", "{}", {})
     },
     **{
         f"arguments as {key}": (
@@ -96,7 +96,7 @@ def test_a_pair_is_one_text_whose_end_is_learned() -> None:
 def test_segments_are_one_text() -> None:
     learned = ((False, "a "), (True, "b"), (True, "c"))
     segments = [{"label": label, "text": text} for label, text in learned]
-    assert pieces({"segments": segments}) == [Piece("a bc", ((2, 3), (3, 4)))]
+    assert pieces({"segments": json.dumps(segments)}) == [Piece("a bc", ((2, 3), (3, 4)))]
     open_end = [*segments, {"label": False, "text": " d"}]
     expected = [Piece("a bc d", ((2, 3), (3, 4)), end_is_learned=False)]
     assert pieces({"segments": open_end}) == expected
@@ -127,12 +127,11 @@ def test_unread_row_keys_are_named() -> None:
         **messages(Q, {**A, "weight": 1}, {**Q2, "train": True}, A2, chosen="x", tools=[]),
         "rejected": [A],
         "images": [],
-        "id": 0,
-        "label": None,
+        "label": 0,
     }
     document, notes = read(row, {})
     assert document == Chat([Q, A, Q2, A2])
-    assert [name for kind, name in notes if kind == "columns"] == ["chosen", "rejected", "id"]
+    assert [name for kind, name in notes if kind == "columns"] == ["chosen", "rejected", "label"]
     others = ("turns", "turns of roles other than the assistant that are marked as learned")
     assert notes[-1] == others
     document, notes = read(messages({**Q, "reasoning_content": "hm"}, A), {})

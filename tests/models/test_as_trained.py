@@ -89,7 +89,7 @@ def test_a_text_is_continued_as_if_it_were_read_anew(kind: str) -> None:
 def test_positions_divide_rows_into_documents() -> None:
     model = model_of()
     attend_as_trained(model, KINDS_OF["longformer"])
-    positions = torch.cat([torch.arange(30), torch.arange(40)]).expand(2, -1)
+    positions = torch.cat([torch.arange(30), torch.arange(40)])[None]  # of both rows
     together = logits(copy.deepcopy(model), position_ids=positions)
     with torch.no_grad():
         alone = [model(input_ids=part).logits for part in IDS.split([30, 40], 1)]
@@ -139,6 +139,8 @@ def test_attention_without_custom_code_is_exact_or_rejected(tmp_path: Path) -> N
     assert torch.equal(logits(plain), logits(model_of()))
     with pytest.raises(ValueError, match="trust_remote_code=True"):
         AutoModelForCausalLM.from_pretrained(tmp_path / "streams", trust_remote_code=False)
+    chosen = model_of(trained_attention=KINDS_OF["performer"])
+    assert class_as_trained(type(chosen))(chosen.config).config._attn_implementation == "sdpa"
 
 
 @pytest.mark.gate("models")

@@ -9,7 +9,7 @@ from transformers import masking_utils
 
 from harness.data.batch import Batch
 from harness.models.attention import separating, takes_keywords
-from harness.models.attention_sums import COVERED, QUERIES, AttentionSums, probed_queries
+from harness.models.attention_sums import COVERED, QUERIES, AttentionSums, _visible, probed_queries
 from harness.models.loss import forward
 from harness.models.skeleton import hf_config, skeleton
 from harness.models.token_losses import token_losses
@@ -80,11 +80,14 @@ def test_attention_of_another_kind_is_not_taken_for_this_one(family: str) -> Non
     assert not 0 < float(sums[:, 2].sum()) < torch.inf  # zero or not finite
 
 
-def test_a_long_sample_is_looked_at_in_places() -> None:
+def test_probed_queries_of_a_long_sample_and_what_they_see() -> None:
     places = probed_queries(1000)
     assert len(places) == QUERIES
     assert (int(places[0]), int(places[-1])) == (14, 999)
     assert probed_queries(5).tolist() == [0, 1, 2, 3, 4]
+    how = {"cu_seq_lens_q": torch.tensor([0, 4, 6, 8]), "sliding_window": 3}  # of two rows
+    seen = [_visible(None, row, torch.tensor([3]), 4, how)[0].flatten().tolist() for row in (0, 1)]
+    assert seen == [[False, True, True, True], [False, False, True, True]]
 
 
 def test_samples_that_do_not_count_add_nothing() -> None:

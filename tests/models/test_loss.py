@@ -1,6 +1,5 @@
 """The training loss, and losses by source: sums of the samples' individual losses."""
 
-import math
 from types import SimpleNamespace
 from unittest import mock
 
@@ -16,6 +15,7 @@ from harness.models.skeleton import hf_config
 from harness.models.stage import counted_tokens
 from harness.models.token_losses import recording, token_losses
 from tests.engine.small import MODEL
+from tests.tables import beside
 
 BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.5}
 SIZES = {"intermediate_size": 32, "num_hidden_layers": 2, "num_local_experts": 4}
@@ -33,18 +33,19 @@ def test_token_and_balancing_loss_sum_as_in_transformers() -> None:
     assert float(token_loss / 16 + auxiliary) == pytest.approx(float(theirs), rel=1e-5)
 
 
-def test_pair_without_targets_on_a_side_does_not_count() -> None:
+@pytest.mark.parametrize(("objective", "row"), beside(__file__, "loss.toml")["pairs"].items())
+def test_pair_without_targets_on_a_side_does_not_count(objective: str, row: list[float]) -> None:
     tallies = torch.zeros(2, 7, dtype=torch.float64)
-    losses = torch.tensor([1.0, 2.0, 3.0, 4.0], requires_grad=True)
-    pairs = Pairs(torch.tensor([[0, 1, 2, 3]]), torch.zeros(2, 2))
-    loss = Preferences("dpo", 0.5, 0.0, 0.25, tallies)(
-        losses, torch.tensor([[5, 6, 7, -100]]), pairs
+    losses = torch.tensor([1.0, 2.0, 4.0, 3.0, 5.0], requires_grad=True)
+    pairs = Pairs(torch.tensor([[0, 0, 1, 2, 3]]), torch.tensor([[-2.0, -1.0], [0.0, 0.0]]))
+    loss = Preferences(objective, 0.5, 0.3, 0.25, tallies)(
+        losses, torch.tensor([[5, 6, 7, 8, -100]]), pairs
     )
-    assert float(loss) == pytest.approx(0.25 + math.log1p(math.exp(-0.5 * (2.0 - 1.0))))
+    assert float(loss) == pytest.approx(row[0] + 0.25 * 1.5)
     loss.backward()
     assert losses.grad is not None
-    assert losses.grad[2:].tolist() == [0.0, 0.0]
-    assert tallies[:, 0].tolist() == [0.0, 1.0]
+    assert losses.grad[3:].tolist() == [0.0, 0.0]
+    assert tallies.tolist() == [[0.0] * 7, [1, 1, row[1] - row[2], *row[1:], -3, -4]]
 
 
 def test_padding_is_not_balanced() -> None:

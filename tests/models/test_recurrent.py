@@ -100,6 +100,7 @@ def test_a_cell_computes_what_torchs_module_does(cell: str) -> None:
     theirs.load_state_dict({f"{name}_l0": value for name, value in ours.state_dict().items()})
     inputs = torch.randn(ROWS, TOKENS, size)
     torch.testing.assert_close(ours(inputs)[0], theirs(inputs)[0])
+    assert bool((ours.bias_ih[24:48] == 1).all()) == (cell == "lstm")  # it starts by remembering
 
 
 @pytest.mark.gate("models")

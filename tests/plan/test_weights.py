@@ -62,6 +62,7 @@ def tensor(dtype: object, shape: list[int], offsets: list[int]) -> bytes:
         (WHOLE + b"x", "something follows"),
         (b"<!DOCTYPE html><html>", "a web page"),
         (pickle.dumps({"w": 1}), "a pickle"),
+        (b"PK\3\4" + bytes(99), "a pickle"),
         (b"GGUF" + bytes(99), "a GGUF"),
         (b"\xff" * 99, "unexpected bytes"),
         (header("[]"), "not an object"),
