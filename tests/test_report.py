@@ -74,7 +74,9 @@ def test_report_of_a_million_lines_is_fast_and_keeps_spikes(long_run):
 def test_long_files_keep_extremes_whatever_their_lines_look_like(tmp_path, change):
     """Even if the fast search for plain numbers does not apply."""
     lines = [json.dumps(line_at(step, attempt=1, **change)) for step in range(1, 30_001)]
-    lines[12_344] = json.dumps(line_at(12_345, loss=44.5, grad_norm=2e-09))
+    rare = {9_001: "eval_loss", 12_345: "loss", 15_001: "grad_norm", 17_001: "step_time_s"}
+    for step, key in rare.items():
+        lines[step - 1] = json.dumps(line_at(step, **{key: 44.5}))
     lines[20_000] = json.dumps(line_at(20_001, loss="nan"))
     lines[25_000] = '{"step": 25001, "loss": 3.0, "grad_n'  # a write cut off, then continued
     path = tmp_path / "metrics.jsonl"
@@ -82,7 +84,7 @@ def test_long_files_keep_extremes_whatever_their_lines_look_like(tmp_path, chang
     assert path.stat().st_size > WHOLE_BYTES
     read = read_lines(path)
     by_step = {line["step"]: line for line in read.lines}
-    assert by_step[12_345]["loss"] == 44.5
+    assert all(by_step[step][key] == 44.5 for step, key in rare.items())
     assert by_step[20_001]["loss"] == "nan"
     assert 30_000 in by_step
     assert 30_001 not in by_step
@@ -102,6 +104,7 @@ def test_all_runs_below_a_folder_are_listed(tmp_path, named):
     write_run(tmp_path / "runs/team/a/not-a-run-of-its-own")
     write_run(tmp_path / "runs/b", outcome="running", code=None)
     (tmp_path / "runs/empty").mkdir()
+    (tmp_path / "runs/empty/again").symlink_to(tmp_path / "runs")
     *lines, _, path = run_tool("report", *named, cwd=tmp_path).stdout.splitlines()
     table = [re.split("  +", line) for line in lines]
     cost = (["cost"], ["-"], ["7.50"]) if named else ([], [], [])

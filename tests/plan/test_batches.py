@@ -34,12 +34,13 @@ def test_text_is_read_once_where_that_is_enough(planned: Planner) -> None:
         assert of(planned(START, estimate=False, counts=of_text)) == decided
 
 
-@pytest.mark.parametrize("windows", [997, 1000, 7, 4_801])
-def test_no_more_is_read_than_a_mixture_has(windows: int, planned: Planner) -> None:
+@pytest.mark.parametrize(("windows", "batch"), [(997, 8), (1000, 8), (7, 1), (4_801, 48)])
+def test_no_more_is_read_than_a_mixture_has(windows: int, batch: int, planned: Planner) -> None:
     counts = Counts(10 * windows, windows, is_masked=True, most_windows=windows)
     made = planned(START, estimate=False, counts=counts)
     steps = steps_of(made, counts)
-    assert windows - made.global_batch < made.curriculum.samples_after(steps) <= windows
+    assert made.global_batch == batch
+    assert windows - batch < made.curriculum.samples_after(steps) <= windows
 
 
 def test_random_weights_keep_batch_and_length(planned: Planner) -> None:

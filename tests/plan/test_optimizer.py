@@ -227,3 +227,5 @@ def test_adapters_start_from_a_runs_export(step: str, planned: Planner, tmp_path
     (export / "adapter_config.json").unlink()
     (export / "config.json").write_text(json.dumps(MODEL))
     assert planned(line, estimate=False).config.model.init_from == str(export)
+    (run / "plan.json").write_text(json.dumps({"run": {"model": {"lora": {"rank": 4}}}}))
+    assert f"{run} --merge, and" in planned.problems(line.removesuffix("model.lora.rank=4"))[0]

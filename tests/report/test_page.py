@@ -175,15 +175,16 @@ def test_the_best_loss_is_that_of_weights_that_exist(tmp_path):
     assert (exported.best(), exported.has_improved()) == ((30, 1.19), False)
     for step in (20, 30):
         (tmp_path / f"b/checkpoints/step-{step:08d}").mkdir(parents=True)
-    assert (best := read(tmp_path / "b").best()) == (20, 1.18)
+    assert read(tmp_path / "b").best() == (20, 1.18)
     (tmp_path / "b/checkpoints/step-00000010").mkdir()
     assert read(tmp_path / "b").best() == (10, 1.16)
     assert read(tmp_path / "b").has_improved()
     assert exported.lowest() == (10, 1.16)
     now = time.strftime("%Y-%m-%dT%H:%M:%S+00:00", time.gmtime())
-    running = read(write_run(tmp_path / "c", [*lines, line_at(40, eval_loss=1.1)], time=now))
+    running = read(write_run(tmp_path / "c", [*lines, line_at(40, eval_loss=1.155)], time=now))
     running.status["outcome"], running.saved = "running", [10]
-    assert running.best() == (40, 1.1), "whose weights are in training"
+    assert running.best() == (40, 1.155), "whose weights are in training"
+    assert "hardly improved" not in page_of(running), "so far"
     untrained = read(write_run(tmp_path / "d", [before]))
     assert (untrained.best(), untrained.lowest()) == (None, None)
     pages += [page_of(untrained), page_of(exported)]
@@ -195,7 +196,7 @@ def test_the_best_loss_is_that_of_weights_that_exist(tmp_path):
     assert re.findall(r"<b>(.)</b> has the lowest held-out loss, (.*?),", page) == [
         ("b", "1.1900 at step 30")
     ]
-    assert best[0] in (20, 30)
+    assert values_of(pages[2])["perplexity"]["curves"][0]["x"]["step"] == [10, 20, 30]
 
 
 @pytest.mark.parametrize("layers", [1, 2, 3])
@@ -223,12 +224,15 @@ def test_report_places_events_on_the_axis(tmp_path):
     events = [
         {"kind": "spike", "step": 77, "loss": 9.0},
         {"kind": "rollback", "from_step": 80, "to_step": 60},
-        {"kind": "saved", "step": 60},
+        {"kind": "saved", "step": 60, "seconds": 65, "bytes": 2**30, "stall_s": 2.5, "path": "p"},
+        {"kind": "memory", "rows": [{"point": "peak", "predicted": 2**31, "measured": 2**30}]},
     ]
     page = page_of(read(write_run(tmp_path / "run", events=events)))
     for title in ("spike, step 77", "rollback, step 80"):
         assert page.count(f"<title>{title}</title>") > 5  # in each chart, on each axis
     assert page.count("<title>checkpoint, step 60</title>") == 3  # in the first one alone
+    assert "1.00 GiB in 1 min 5 s, 2.5 s of them waited for: p" in page
+    assert "<b>1.00 GiB</b><small>at most, predicted 2.00 GiB" in page
 
 
 def test_time_is_accounted_for(tmp_path):
@@ -239,12 +243,12 @@ def test_time_is_accounted_for(tmp_path):
     began = "2026-09-21T14:13:10+00:00"  # 10 s before the line of step 0 would have been written
     events = [{"kind": "engine", "time": began}, {"kind": "saved", "step": 100, "stall_s": 3.0}]
     run = read(write_run(tmp_path / "run", lines, events, outcome="running", attempt=2))
-    run.events[1]["time"] = run.events[0]["time"]
+    run.events[1]["time"] = "2026-09-21T14:14:20+00:00"  # 10 s after line 100
     parts = {part.name: part.seconds for part in spent(run)}
     assert parts["training steps"] == pytest.approx(99 * 0.5 + 50 - 0.5, abs=1)
-    assert parts["not running, between attempts"] == pytest.approx(1000.5)
-    assert parts["saving"] == 3.0
-    assert parts["starting"] == 10.5  # an event is its first sign
+    assert parts["not running, between attempts"] == pytest.approx(990.5)
+    assert (parts["saving"], parts["starting"]) == (3.0, 10.5)  # an event is the first sign
+    assert (parts["evaluation, samples, export"], run.seconds[-1]) == pytest.approx((6, 100))
 
 
 def test_losses_of_pairs_are_not_per_token(tmp_path):
@@ -339,7 +343,9 @@ def test_runs_are_ranked_and_their_differences_listed(tmp_path):
 
 def test_runs_of_one_name_have_a_checkbox_each(tmp_path):
     runs = [read(write_run(tmp_path / name / "run")) for name in "ab"]
+    runs[1].plan["run"]["train"]["seed"] = 1
     page = compare_page_of(runs, "two")
+    assert "<td>run<td>run run<td>" in page  # of both seeds
     assert re.findall(r'<input [^>]*data-run="(.*?)"', page) == ["0", "1"]
     assert {*re.findall(r'<path [^>]*data-run="(.*?)"', page)} == {"0", "1"}
     for chart in values_of(page).values():
