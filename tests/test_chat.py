@@ -55,7 +55,7 @@ def test_lines_are_answered_until_the_end(exported: Path) -> None:
 
 def test_a_run_is_asked_with_template_values_and_tools(exported: Path, tmp_path, capsys) -> None:
     shutil.copytree(exported, RunFolder(tmp_path).export_dir)
-    template = "{{ mood }} {{ tools|length if tools }} {{ messages }}"
+    template = "{{ mood if add_generation_prompt }} {{ tools|length if tools }} {{ messages }}"
     (RunFolder(tmp_path).export_dir / "chat_template.jinja").write_text(template)
     plan = {"run": {"data": {"template_values": {"mood": "glad"}}}, "data": {"tools": ["add"]}}
     RunFolder(tmp_path).plan_path.write_text(json.dumps(plan))

@@ -425,5 +425,6 @@ def test_jobs_after_failures_are_cancelled(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     assert cancel_never_satisfied(queued(["7", "8", "9"])) == ["7_3", "9_1"]
     assert (tmp_path / "cancelled").read_text() == "8\n"
-    (tmp_path / "squeue").write_text("#!/bin/bash\nexit 1\n")  # Slurm does not answer
-    assert [*queued(["7", "8"])] == ["7", "8"]
+    for error, left in (("timed out", ["7", "8"]), ("Invalid job id specified", [])):
+        (tmp_path / "squeue").write_text(f"#!/bin/bash\necho {error} >&2\nexit 1\n")
+        assert [*queued(["7", "8"])] == left

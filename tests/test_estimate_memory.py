@@ -151,7 +151,7 @@ def test_the_picture_has_six_colours_and_says_whose_it_is(tmp_path):
     for name, colour in COMPONENTS.items():
         assert f">{name}</text>" in drawn
         assert colour.light in drawn
-    for words in ("llama-3-8b, 8.03B parameters, 64 x h100-80", "80 GiB of the GPU", "ZeRO 3"):
+    for words in TABLES["drawn"]:
         assert words in drawn
     peak = float(re.search(r"Peak on rank 0: ([\d.]+) GiB", text)[1])
     assert f">{peak:,.1f}</text>" in drawn

@@ -72,4 +72,4 @@ def test_find_lr_prints_json_only_if_asked(words: list[str], monkeypatch, capsys
     curve = [1e-5, 1e-4, 1e-3, 1e-2, 0.1, 1.0], [5.0, 4.0, 3.0, 2.0, 1.0, 99.0]
     monkeypatch.setattr(find_lr, "_on_all_ranks", lambda *of: curve)
     assert main(words) == 0
-    assert capsys.readouterr().out.startswith('{"rates": ' if words else "try optim.lr=")
+    assert capsys.readouterr().out.startswith('{"rates": ' if words else "try optim.lr=0.01\n")

@@ -234,11 +234,11 @@ def test_the_whole_command_is_killed_in_both_phases(
 def test_tokenize_data_reports_all_problems_at_once(
     tmp_path: Path, write_jsonl: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wrong = ["--workers=0", "--task=3", f"--out={tmp_path}/no/tokens", "data.pth=x"]
+    wrong = ["--workers=0", "--task=1", f"--out={tmp_path}/no/tokens", "data.pth=x"]
     pairs = write_jsonl({"prompt": "a", "completion": "b"})
     cache = f"data.cache_dir={tmp_path / 'cache'}"
     asked = [f"data.path={pairs}", cache, "data.vocab_size=300", f"--out={tmp_path / 'tokens'}"]
-    every = "5 problems|--workers is 0|--task is 3 of --tasks 1|there is no folder|data.path?"
+    every = "5 problems|--workers is 0|--task is 1 of --tasks 1|there is no folder|data.path?"
     for words, parts in (
         ([*wrong, "data.seq_len=0"], every),
         (asked, "holds prompts and completions"),

@@ -119,6 +119,9 @@ def test_ids_that_the_tokenizer_lacks_are_kept(opened: Opened, tmp_path: Path) -
     _write(run, tmp_path / "reservoir")
     ids = IndexedTokens(tmp_path / "reservoir" / TRAIN).ids
     assert int(ids.read(np.arange(len(ids))[None]).max()) == 69_999
+    plan.config = RunConfig(train={"seed": 1})
+    with pytest.raises(ConfigError, match="a sample of other data"):
+        _write(run, tmp_path / "reservoir")
 
 
 @pytest.mark.parametrize("most", [None, 10])

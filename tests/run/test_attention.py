@@ -53,7 +53,7 @@ def alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("precision", rest_in_gate("runs", ["fp32", "bf16"]))
-@pytest.mark.parametrize("defect", [late, wide, one_more])
+@pytest.mark.parametrize("defect", [late, wide, one_more, lambda *a, **k: in_turn(*a, **k) / 0])
 def test_a_kernel_that_is_wrong_differs(defect: Any, precision: str, monkeypatch) -> None:
     plan = planned(*WINDOWS, "model.attention=varlen", precision=precision)
     compare(plan, "varlen", "sdpa", CPU)

@@ -76,7 +76,7 @@ def test_other_ranks_and_runs_without_a_report_write_nothing(opened):
 def test_a_real_run_leaves_its_page(tmp_path: Path, data: list[str]) -> None:
     json = f"--deepspeed={REPOSITORY / 'ds_configs' / 'zero1.json'}"
     more = ["log.report=true", "eval.every=2", "sample.tokens=4", f"run.dir={tmp_path / 'run'}"]
-    command = train_command(*data, json, *more)
+    command = train_command(*data, json, *more, f"run.notify=echo $RUN_EVENT >> {tmp_path}/told")
     ended = run_ranks(command, tmp_path).succeeded()
     assert f"report {tmp_path / 'run' / 'report.html'}" in ended.output
     page = (tmp_path / "run" / "report.html").read_text()
@@ -87,6 +87,8 @@ def test_a_real_run_leaves_its_page(tmp_path: Path, data: list[str]) -> None:
     assert "a unigram model" in page
     assert "Where the time went" in page
     run = RunFolder(tmp_path / "run")
+    assert (tmp_path / "told").read_text().split() == ["started", "done"]
+    assert (run.read_plan() or {})["run"]["run"]["notify"] == "echo ..."
     (sample,) = events(run, "sample")
     assert sample["text"]
     (baselines,) = events(run, "baselines")

@@ -33,7 +33,7 @@ from harness.guard.watchdog import Pulse
 from harness.layout.grid import Grid, Share
 from harness.plan.command import parse_command, plan_from
 from harness.run import build, ending, evaluation, saving
-from harness.run.data_decisions import _require_same_data, require_same_settings
+from harness.run.data_decisions import _require_same_data, _samples_of, require_same_settings
 from harness.run.evaluation import summed
 from harness.run.resumption import ResumePoint, choose_again, find_resume_point, own_checkpoints
 from harness.run.run import Run
@@ -92,6 +92,8 @@ def test_a_run_that_skipped_samples_ends_with_its_mixture(length: int | None, to
     end_with_the_data(run)
     assert run.steps.total == total
     assert bool(said) == (total < 20)
+    with nullcontext() if total == 20 else pytest.raises(ConfigError, match="reaches its epochs"):
+        assert _samples_of(run.plan, run.data, 20) == 160
 
 
 def test_rollbacks_to_one_checkpoint_are_limited(tmp_path, monkeypatch) -> None:
@@ -129,15 +131,15 @@ def test_a_held_out_loss_is_that_of_the_weights() -> None:
     assert run.held_out_nats is None
 
 
-@pytest.mark.parametrize(("precision", "loss", "is_same"), TABLES["probes"])
+@pytest.mark.parametrize(("saved", "precision", "loss", "is_same"), TABLES["probes"])
 def test_probe_loss_must_be_that_of_the_checkpoint(
-    precision: str, loss: float, is_same: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    saved: str, precision: str, loss: float, is_same: bool, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr(saving, "loss_of", lambda engine, batch: loss)
     monkeypatch.setattr(saving, "stored_probe", mock.Mock())
     plan: Any = mock.Mock(precision=precision)
     plan.config.resume.allow = []
-    checkpoint = Checkpoint(tmp_path / "step-00000008", manifest(8))
+    checkpoint = Checkpoint(tmp_path / "step-00000008", replace(manifest(8), precision=saved))
     with nullcontext() if is_same else pytest.raises(NoCheckpoint, match="not the saved model"):
         saving.check_probe(mock.Mock(), checkpoint, plan)
     plan.config.resume.allow = ["probe"]
@@ -145,7 +147,7 @@ def test_probe_loss_must_be_that_of_the_checkpoint(
 
 
 def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Six samples in micro-batches of four: the last two rows repeat others and are masked out."""
+    """Eleven samples are six of twice the length. Rows beyond the sixth are masked out."""
     read: list[Batch] = []
 
     def noted(batches: list[Batch]) -> torch.Tensor:
@@ -156,16 +158,16 @@ def test_evaluations_count_each_sample_once(monkeypatch: pytest.MonkeyPatch) -> 
         numbers = torch.arange(first, first + rows)[:, None]
         return Batch(numbers, numbers.clone(), None)
 
-    plan: Any = mock.Mock(micro_batch=4, seq_len=8)
+    plan: Any = mock.Mock(micro_batch=9, seq_len=4)  # at most four rows of 8
     plan.share.starts = lambda samples, rows: range(0, samples, rows)
-    plan.config.eval.samples = 6
+    plan.config.eval.samples = 11
     stream: Any = mock.Mock(batch=batch, samples=10, at_once=10, seq_len=8)
     monkeypatch.setattr(evaluation, "summed", lambda run, batches, _: [noted(batches).tolist()])
     evaluation.mean_losses(mock.Mock(plan=plan), stream)
     engine: Any = mock.Mock(plan=plan, eval_batch=noted, sum_over_ranks=lambda sums: sums)
     saving.loss_of(engine, batch(0, 6))
     targets = [labels for each in read for labels in each.labels.flatten().tolist()]
-    assert targets == 2 * [*range(6), -100, -100]
+    assert targets == [*range(6), *[-100] * 2, *range(6), *[-100] * 3]
 
 
 def test_a_sample_that_cannot_be_kept_is_an_event(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,7 +180,7 @@ def test_a_sample_that_cannot_be_kept_is_an_event(monkeypatch: pytest.MonkeyPatc
     ("verdict", "step", "is_saved"),
     [
         (Verdict(), 8, True),
-        (Verdict(), 9, False),
+        (Verdict(is_written=True), 9, False),
         (Verdict(Next.STOP, "", ExitCode.STOPPED), 9, True),
         (Verdict(Next.END_EARLY), 9, True),
         (Verdict(Next.STOP, "", ExitCode.DIVERGED), 8, False),
@@ -188,18 +190,19 @@ def test_a_sample_that_cannot_be_kept_is_an_event(monkeypatch: pytest.MonkeyPatc
 def test_save_is_due_unless_the_weights_are_bad(
     verdict: Verdict, step: int, is_saved: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save = mock.Mock()
-    for name in ("save", "check_replicas", "keep_sample"):
-        monkeypatch.setattr(saving, name, save if name == "save" else mock.Mock())
+    did = mock.Mock()
+    for name in ("save", "check_replicas", "keep_sample", "finish_save"):
+        monkeypatch.setattr(saving, name, getattr(did, name))
     run: Any = mock.Mock(state=TrainState(step=step))
     run.plan.config.save.every = 4
     saving.save_if_due(run, verdict)
-    assert save.called == is_saved
+    assert did.save.mock_calls == [mock.call(run, background=verdict.next is Next.GO_ON)] * is_saved
+    assert did.finish_save.called == verdict.is_written
 
 
 @pytest.mark.parametrize(("kind", "total"), [("resumed", 14), ("branched", 14), ("weights", 20)])
 def test_a_run_with_skipped_samples_keeps_its_mixture(kind: str, total: int, tmp_path) -> None:
-    saved = replace(manifest(8), state=TrainState(step=8, samples=96))
+    saved = replace(manifest(8, 2.5), state=TrainState(8, samples=96), watch={"patience": 1})
     checkpoint = Checkpoint(tmp_path / "run/checkpoints/step-00000008", saved)
     plan, data = mock.Mock(curriculum=Curriculum(8)), mock.Mock(train=mock.Mock(length=145))
     steps = Steps(plan, data.train, 20)
@@ -209,6 +212,8 @@ def test_a_run_with_skipped_samples_keeps_its_mixture(kind: str, total: int, tmp
     with loads, mock.patch.object(ResumePoint, "text"):
         build._load(run, ResumePoint(checkpoint, kind))
     assert run.steps.total == total
+    assert (run.held_out_nats == 2.5) == (kind != "weights")
+    assert ("patience" in str(run.stability.restore.call_args)) == (kind == "resumed")
 
 
 @ranks(2)
@@ -280,11 +285,12 @@ def test_tensor_ranks_agree_on_held_out_loss_despite_rounding() -> None:
     sums = torch.tensor([math.nextafter(2.5, 5 * rank), 4.0], dtype=torch.float64)
     run = mock.NonCallableMagicMock(plan=mock.Mock(grid=share.grid))
     run.engine.device = torch.device("cpu")
-    run.engine.eval_batch.return_value = sums
+    run.engine.eval_batch = lambda batches, groups: len(batches) * sums
+    run.stop_asked.return_value = (False, True, True)
     run.engine.group_of = Groups(share, make_groups(share, "loss")).of
     run.sum = functools.partial(Run.sum, run)
-    (loss,) = summed(run, [mock.Mock()], 0) or []
-    assert loss == pytest.approx((2.5, 4.0))
+    (loss,) = summed(run, [mock.Mock()] * 10, 0) or []
+    assert loss == pytest.approx((25.0, 40.0))
     assert broadcast_object(loss) == loss
 
 
@@ -316,7 +322,7 @@ def test_ranks_with_other_settings_are_rejected_on_all() -> None:
     environ = {"DS_ACCELERATOR": "cpu", "RANK": f"{rank}", "WORLD_SIZE": "2", "LOCAL_RANK": "0"}
 
     def plan(*words: str) -> Any:
-        command = parse_command(["model.name=tiny", f"run.dir=runs/{rank}", *words])
+        command = parse_command([f"run.dir=runs/{rank}", f"data.cache_dir=cache/{rank}", *words])
         return plan_from(command, environ)
 
     require_same_settings(plan("optim.lr=0.01"))
@@ -328,14 +334,14 @@ def test_ranks_with_other_settings_are_rejected_on_all() -> None:
 
 def test_losses_by_position_are_those_of_the_longer_set(monkeypatch: pytest.MonkeyPatch) -> None:
     losses = {"held out": (2.0, [2.5]), "longer": (9.0, [3.0, 1.0]), "stopped": (None, [None])}
-    monkeypatch.setattr(evaluation, "mean_losses", lambda run, rows, *_: losses[rows])
+    monkeypatch.setattr(evaluation, "mean_losses", lambda _, of, n=0: (of[0], of[1][:n]))
 
     def by_position(held_out: str, longer: str | None) -> object:
-        data = SimpleNamespace(held_out=held_out, long_held_out=longer)
+        data = SimpleNamespace(held_out=losses[held_out], long_held_out=longer and losses[longer])
         run = mock.Mock(data=data, plan=SimpleNamespace(seq_len=2))
         run.engine.setup.preferences = None
         return evaluation.evaluate_by_position(run)
 
     assert by_position("held out", "longer") == (2.0, [3.0, 1.0])
     assert by_position("held out", None) == (2.0, [2.5])
-    assert by_position("stopped", "longer") == (None, [None])
+    assert by_position("stopped", "longer") == (None, [])

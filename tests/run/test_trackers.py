@@ -85,7 +85,7 @@ def test_mlflow_goes_on_with_the_same_run(folder: RunFolder, monkeypatch: Any) -
     client = mlflow.MlflowClient(tracking_uri=(folder.path / "mlflow").absolute().as_uri())
     experiment = client.get_experiment_by_name("trials")
     (run,) = client.search_runs([experiment.experiment_id])
-    assert run.info.run_name == "first"
+    assert (run.info.run_name, run.info.status) == ("first", "KILLED")
     assert folder.read_trackers() == {"mlflow": run.info.run_id}
     history = client.get_metric_history(run.info.run_id, "train/loss")
     assert {(m.step, m.value) for m in history} > set(LOSSES)
