@@ -131,7 +131,7 @@ def assign_all(
             key, value = parse_assignment(text)
             of_section = key in sections and isinstance(value, dict)
             each = {f"{key}.{name}": item for name, item in value.items()} if of_section else {}
-            for name, item in (each or {key: value}).items():
+            for name, item in (each if of_section else {key: value}).items():
                 assign(tree, name, item)
                 assigned[name] = item
         except ValueError as error:

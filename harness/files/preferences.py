@@ -36,7 +36,7 @@ def read_preference(
     if not isinstance(record, dict):
         raise ValueError(f"must be an object, not {type(record).__name__}")
     names = {name: columns.get(name, name) for name in COLUMNS}
-    names["system"] = next((name for name in _SYSTEM if name in record), names["system"])
+    names["system"] = columns.get("system") or next((n for n in _SYSTEM if n in record), "system")
     row = {name: record[own] for name, own in names.items() if record.get(own) is not None}
     if REJECTED not in row or not (CHOSEN in row or any(name in row for name in _TURNS)):
         raise ValueError(_missing(record, objective))

@@ -206,7 +206,7 @@ def test_config_of_huge_valid_values_is_planned_quickly(words: list[str]) -> Non
 
 def test_config_value_records_its_origin(toml: Callable[[str], Path]) -> None:
     path = toml("\ufeff# a comment\ntrain.seed = 0\n[optim]\nlr = 1e-3\nwarmup_steps = 5\n[data]\n")
-    run = load_run_config(path, ["optim={lr=5e-4}", "model.overrides.num_hidden_layers=2"])
+    run = load_run_config(path, ["optim={lr=5e-4}", "optim={}", "model.overrides.num_heads=2"])
     assert (run.optim.lr, run.optim.warmup_steps, run.optim.weight_decay) == (5e-4, 5, 0.1)
     assert run.origin("optim.lr") == "command line"
     assert run.origin("optim.warmup_steps") == str(path)
