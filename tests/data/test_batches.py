@@ -16,10 +16,12 @@ def test_batches_are_copied_to_a_device_from_pinned_memory() -> None:
     """From other memory, the host would wait for the device in each copy."""
     ids = torch.zeros(2, 4, dtype=torch.int64)
     positions = torch.tensor([[0, 1, 0, 1], [0, 1, 2, 3]])
+    whole = Batch(ids, ids, positions, None, *torch.arange(5))  # type: ignore[arg-type]
     pin = mock.Mock(side_effect=torch.clone)
     with mock.patch.object(torch.Tensor, "pin_memory", lambda tensor: pin(tensor)):
         moved = Batch(ids, ids, positions).on(torch.device("meta"))
-    assert pin.call_count == 3
+        assert pin.call_count == 3
+        assert repr(whole.pinned()) == repr(whole)
     assert {tensor.device.type for tensor in moved if tensor is not None} == {"meta"}
     assert Batch(ids, ids, None).on(torch.device("cpu"))[0] is ids
 
@@ -29,12 +31,12 @@ def test_bounds_count_documents_over_rows_end_to_end() -> None:
     positions = torch.tensor([[0, 1, 2, 0, 0, 1], [0, 1, 2, 3, 4, 5]])
     bounds = Batch(ids, ids, positions).bounds
     assert bounds.places.tolist() == [0, 3, 4, 6, 12]
-    assert bounds.places.dtype == torch.int32
-    assert bounds.longest == 6
+    assert (bounds.places.dtype, bounds.longest) == (torch.int32, 6)
     without = Batch(ids, ids, None).bounds
     assert (without.places.tolist(), without.longest) == ([0, 6, 12], 6)
-    pieces = Batch(ids[:1], ids[:1], torch.tensor([[0, 1, 0, 1, 2, 3]])).cut(2)
-    assert (pieces.bounds.places.tolist(), pieces.bounds.longest) == ([0, 2, 3, 6], 3)
+    pieces = Batch(ids, ids, positions, sources=torch.tensor([3, 5])).cut(2)
+    assert (pieces.bounds.places.tolist(), pieces.bounds.longest) == ([0, 3, 4, 6, 9, 12], 3)
+    assert pieces.sources.tolist() == [3, 3, 5, 5]  # type: ignore[union-attr]
 
 
 def test_document_bounds_are_given_only_to_maskless_attention() -> None:

@@ -270,14 +270,14 @@ def test_tokens_are_kept_by_the_ids_that_are_added(write_jsonl: Written) -> None
 def test_a_sample_of_text_that_a_run_kept_is_text(opened: Opened, tmp_path: Path) -> None:
     tokenizer = tokenizer_of("bytes")
     bos, eos = tokenizer.bos_token_id, tokenizer.eos_token_id
-    for name, masked in (("text", [0, 5]), ("chats", [0, 1, 5])):
+    for name, masked in (("text", [0, 5]), ("chats", [0, 1, 5]), ("one", [0, 3, 5])):
         writer, ids = MaskWriter(), [bos, 20, 21, 22, eos, bos, 23, 24]
         for _ in range(40):
-            writer.add_learned(8, [(n, n + 1) for n in range(8) if n not in masked])
+            writer.add_learned(8, [(n, n + 1 + (n == 6)) for n in range(8) if n not in masked])
         write_indexed(tmp_path / name, 300, [(ids, True)] * 40)
         writer.save(masks_of(tmp_path / name))
         data = opened(tmp_path / name)
-        assert data.train.is_masked == (name == "chats")
+        assert data.train.is_masked == (name != "text")
         batch = data.train.batch(0, data.train.samples)
         assert (batch.labels != bos).all()
 
@@ -303,6 +303,7 @@ def test_tokenizer_without_offsets_splits_pairs_where_ids_differ(write_jsonl: Wr
             with pytest.raises(ConfigError, match="only the end of a text can be learned"):
                 documents(tokenizer, path)
         assert all(documents(tokenizer, path, learn="all")[0][1][1:])
+        assert documents(fast, path)[0][1][-1] == labels.endswith("1")
 
 
 def test_rows_of_token_ids_are_kept(opened: Opened, refused: Refused, write_jsonl: Written) -> None:
@@ -311,13 +312,15 @@ def test_rows_of_token_ids_are_kept(opened: Opened, refused: Refused, write_json
     ]
     data = opened(write_jsonl(*rows))
     batch = data.train.batch(0, data.train.samples)
-    assert data.tokens == 150
-    assert data.train.is_masked
+    assert (data.tokens, data.train.is_masked) == (150, True)
     assert data.begin == []  # none is added
     assert {event["kind"] for event in data.events()} == {"packed_whole"}
     assert ((batch.labels == 11).sum(), (batch.labels == 10).sum()) == (data.train.documents, 0)
     for outside in (-1, 5000):
         path = write_jsonl(*rows, {"input_ids": [outside]})
         assert f":31: has the token id {outside}, outside the tok" in refused(path)[0]
+    assert not opened(write_jsonl(*rows), learn="all", packing="whole").train.is_masked
+    path = write_jsonl(*({**row, "labels": [9, 10, -100, *row["labels"][3:]]} for row in rows))
+    assert opened(path).fingerprint != data.fingerprint
     (problem,) = refused(write_jsonl(*rows), tokenizer=None)
     assert ":1 holds token ids: set data.tokenizer to the one that" in problem

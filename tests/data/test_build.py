@@ -102,6 +102,7 @@ def test_the_tokenizer_is_trained_on_the_users_text(opened: Opened, tmp_path: Pa
     assert not cache.exists()
     data = build_data(spec)
     assert cached_fingerprint(spec) == data.fingerprint != opened(path).fingerprint
+    assert cached_fingerprint(DataSpec(spec.config.model_copy(update={"vocab_size": 512}))) is None
     assert 300 < data.vocab_size < 8192
     assert data.tokenizer.decode(encode(data.tokenizer, [text(3)])[0]) == text(3)
     assert (data.train.documents, data.held_out.documents) == (1, 1)  # one document, split in two
@@ -159,8 +160,8 @@ def test_a_spec_is_that_of_the_run() -> None:
         return DataSpec.of_run(RunConfig.model_validate(sections), {"vocab_size": 299})
 
     section = {"path": "p", "seq_len": 9, "held_out": 0.5, "cache_dir": "c"}
-    plain = DataSpec(DataConfig(**section), 4, 299, eval_samples=RunConfig().eval.samples)
-    assert spec(data=section, train={"seed": 4}) == plain
+    plain = DataSpec(DataConfig(**section), 4, 299, eval_seq_len=32, eval_samples=5)
+    assert spec(data=section, train={"seed": 4}, eval={"seq_len": 32, "samples": 5}) == plain
     given = spec(model={"init_from": "folder"})
     assert given.config.tokenizer == "folder"
     assert given.adds_rows

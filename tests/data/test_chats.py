@@ -236,10 +236,10 @@ def test_turns_that_a_row_marks_are_read_but_not_learned() -> None:
     said = [{"role": "assistant", "content": word} for word in ("one", "two", "three")]
     messages = [message for turn in said for message in (USER, turn)]
     for masked in (tokenizer_of("chatml"), without_marks(tokenizer_of("chatml"))):
-        chat = Chat(messages, unlearned=frozenset({3}))
-        assert learned_text(masked, chat) == "one<|im_end|>three<|im_end|>"
+        chat = Chat(messages, unlearned=frozenset({1, 5}))
+        assert learned_text(masked, chat) == "two<|im_end|>"
         everything = masked.apply_chat_template(messages, tokenize=False)
-        assert learned_text(masked, chat, "all") == everything.replace("two<|im_end|>", "")
+        assert learned_text(masked, chat, "all") == re.sub("(one|three)<.im_end.>", "", everything)
         assert learned_text(masked, Chat(messages, unlearned=frozenset({5})), "last") == ""
         assert learned_text(masked, Chat(messages, prompt=4)) == "three<|im_end|>"
         assert learned_text(masked, Chat(messages, prompt=4), "all") == everything
@@ -340,7 +340,7 @@ def test_control_tokens_are_found_behind_a_chat_that_is_skipped() -> None:
         "{% if messages[0].content == 'no' %}{{ raise_exception('no') }}{% endif %}"
         f"{{% for m in messages %}}{marks}{{{{ m.content }}}}<|end|>{{% endfor %}}",
     )
-    chats = [Chat([{**USER, "content": text}, BOT]) for text in ("no", "yes")]
+    chats = [Chat([{**USER, "content": text}, BOT]) for text in ("no", "yes <|b|>")]
     assert "".join(divided_control_tokens(tokenizer, chats)) == marks
 
 
@@ -370,7 +370,7 @@ def test_the_runs_tokenizer_carries_the_template(
     chat = [{"role": "user", "content": "what?"}, {"role": "assistant", "content": "that."}]
     path = write_jsonl(*({"messages": chat * 2} for _ in range(20)))
     pairs = write_jsonl(*[{"prompt": "what? ", "completion": "that."}] * 20, name="b.jsonl")
-    (note,) = opened(pairs, template="chatml").warnings()
+    note, _ = opened(pairs, template="chatml", eval_path=str(pairs), held_out=0.02).warnings()
     assert """'data.columns={question="prompt", answer="completion"}' reads them""" in note
     assert "no chat template: set data.template=chatml" in refused(path)[0]
     assert re.search("template is 'alpaca': .* chatml, gemma", refused(path, template="alpaca")[0])

@@ -107,7 +107,7 @@ def test_shares_of_tokens_leave_out_padding(opened_run: Opened, mix: Mix) -> Non
     argument = mix(long="share=0.5", pairs="share=0.5")
     data = opened_run(argument, "data.mix_by=tokens", "data.seq_len=40")
     counts = data.train.order.drawn_before(10**6)
-    per_sample = [stream.tokens_per_sample for stream in data.train.streams]
+    per_sample = [s.lengths(torch.arange(s.samples).numpy()).mean() for s in data.train.streams]
     assert per_sample[0] == 40 > per_sample[1]
     read = [float(count * each) for count, each in zip(counts, per_sample, strict=True)]
     assert read[0] == pytest.approx(read[1], rel=1e-3)
@@ -116,11 +116,13 @@ def test_shares_of_tokens_leave_out_padding(opened_run: Opened, mix: Mix) -> Non
 def test_shares_change_during_the_run(opened_run: Opened, mix: Mix) -> None:
     argument = mix(long="share=0.9, then=0.5", other="share=0.1, then=0.5")
     sizes = ("train.global_batch=10", "train.steps=50")
-    for until in ("0.8", "40"):
-        data = opened_run(argument, *sizes, f"data.mix_until={until}")
+    for until, batching in (("0.8", "packed"), ("40", "length_grouped")):
+        data = opened_run(argument, *sizes, f"data.mix_until={until}", f"data.batching={batching}")
         assert data.mixture() == [[0, [9, 1]], [400, [1, 1]]]
-        assert data.held_out.order.parts[0].weights == (9, 1)  # from the first step to the last
-        assert data.shares(500)[1].startswith("other: 18.00% of the windows")
+        assert data.train.batch(0, 400).sources.bincount().tolist() == [360, 40]
+        assert getattr(data.held_out, "base", data.held_out).order.parts[0].weights == (9, 1)
+        epochs = 90 / data._ordered.streams[1].samples
+        assert data.shares(500)[1] == f"other: 18.00% of the windows, {epochs:.2f} epochs"
 
 
 def test_a_source_is_read_for_its_epochs_at_most(opened_run: Opened, mix: Mix) -> None:
@@ -175,7 +177,7 @@ def test_sources_that_overlap_hold_out_the_same_documents(
 
 
 def test_tokenizer_learns_all_sources(sources: dict[str, Path], mix: Mix, tmp_path: Path) -> None:
-    words = [f"data.cache_dir={tmp_path / 'cache'}", "data.seq_len=24", "data.held_out=0.2"]
+    words = [f"data.cache_dir={tmp_path / 'cache'}", f"data.eval_path={sources['pairs']}"]
     both, alone = (
         build_tokenizer(DataSpec.of_run(load_run_config(None, [*words, argument]), {}), print)
         for argument in (mix(long="share=1", pairs="share=1"), f"data.path={sources['long']}")

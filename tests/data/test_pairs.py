@@ -169,7 +169,7 @@ def test_long_documents_are_sampled_more_often(
     opened_run: Opened, pair_path: Path, tokenizer_dir: str, batching: str
 ) -> None:
     path = json.dumps(str(pair_path))
-    mix = f"data.mix=[{{path={path}, share=0.5}}, {{path={path}, share=0.5, min_tokens={LONG}}}]"
+    mix = f"data.mix=[{{path={path}, share=2}}, {{path={path}, share=2, min_tokens={LONG}}}]"
     data = opened_run(mix, f"data.batching={batching}")
     assert data.names == ["pair", f"pair-min-{LONG}"]
     assert data._ordered.order.drawn_before(100) == [50, 50]
@@ -179,6 +179,7 @@ def test_long_documents_are_sampled_more_often(
     assert sum(not number % 10 for number in read) > 0.4 * len(read)
     words = [mix, f"data.tokenizer={tokenizer_dir}", "data.seq_len=16", "data.held_out=0.2"]
     text = glances(load_run_config(None, words).data).lines(100)
+    assert text[0].endswith("; share 50.00%, roughly 0.25 epochs")  # of 3,199 tokens
     assert "; only those with min_tokens=40 are read; share 50.00%" in text[1]
 
 

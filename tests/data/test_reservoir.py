@@ -96,8 +96,10 @@ def test_samples_are_read_as_the_run_read_them(pairs: Opened, tmp_path: Path, ne
 @pytest.mark.parametrize("batching", ["packed", "length_grouped"])
 def test_runs_sample_is_mixed_in(pairs: Opened, batching: str, tmp_path: Path, new: str) -> None:
     run = write_run(tmp_path / "run", pairs(), 20)
-    data = pairs(path=new, rehearse=str(run), rehearse_share=0.25, batching=batching)
-    assert data.names == ["new", "rehearsed"]
+    mix: Any = {"path": None, "mix": [{"path": new, "share": 3}]}
+    own = mix if batching == "packed" else {"path": new}
+    data = pairs(**own, rehearse=str(run), rehearse_share=0.25, batching=batching)
+    assert (data.names, data.mixture()) == (["new", "rehearsed"], [[0, [3, 1]]])
     samples = pairs(path=new, batching=batching).train.samples
     assert data.train.samples == round(samples / 0.75)
     targets = data.train.targets_by_source(np.arange(96))
@@ -108,7 +110,7 @@ def test_runs_sample_is_mixed_in(pairs: Opened, batching: str, tmp_path: Path, n
     assert data.old.targets_in(0, data.old.samples) > 0
     only_measured = pairs(path=new, rehearse=str(run), rehearse_share=0, batching=batching)
     assert only_measured.names == []
-    assert only_measured.old is not None
+    assert only_measured.old.document_mask == only_measured.document_mask == (batching == "packed")
 
 
 def test_ids_that_the_tokenizer_lacks_are_kept(opened: Opened, tmp_path: Path) -> None:

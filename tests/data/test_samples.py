@@ -47,9 +47,9 @@ def opened(opened: Opened, tmp_path: Path, write_jsonl: Written) -> Opened:
 
 
 def test_too_long_documents_are_rejected_with_their_number(opened: Opened, tmp_path: Path) -> None:
-    message = (
-        r"of \d+ documents are longer than data.seq_len = 48 tokens \(the first is document \d+,"
-    )
+    lengths = np.diff(opened(packing="stream").sources[0].sides["train"].split.starts)
+    message = r"of \d+ documents are longer than data.seq_len = 48 tokens \(the first is document "
+    message += rf"\d+, the longest has {lengths.max()}\)"
     with pytest.raises(ConfigError, match=message):
         opened(too_long="refuse")
     assert not [*tmp_path.glob("cache/whole-*/")]

@@ -186,10 +186,10 @@ def test_conversations_come_in_two_shapes(tmp_path: Path, name: str) -> None:
     path.write_bytes(WRITERS[name](rows))
     called = documents(path)[0].messages[2]["tool_calls"]
     assert [call["function"]["arguments"] for call in called] == [{"a": 1, "b": 2}, given["g"]]
-    path.write_bytes(WRITERS[name]([{"talk": TURNS[:2] + TURNS[4:]}]))
-    assert documents(path, columns={"messages": "talk"}) == [Chat(TURNS[:2] + TURNS[4:])]
+    path.write_bytes(WRITERS[name]([{"talk": TURNS[:2] + TURNS[4:]}] * 2))
+    assert documents(path, columns={"messages": "talk"}) == [Chat(TURNS[:2] + TURNS[4:])] * 2
     text = glance(DataConfig(path=str(path), columns={"messages": "talk"})).text
-    assert "1 conversations of 3.0 turns, 32% of their text the assistant's" in text
+    assert "2 conversations of 3.0 turns, 32% of their text the assistant's" in text
     assert text.endswith("the first asks 'what is 1 + 2?'")
 
 

@@ -197,9 +197,10 @@ def test_token_pair_is_named_by_prefix_or_file(tmp_path: Path) -> None:
 
 
 def test_large_file_is_not_read_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("harness.data.glance._MOST_BYTES", 100)
     path = tmp_path / "a.jsonl"
-    path.write_text(LINES * 1000)
+    path.write_text(f"{LINES}\n" * 1000)
+    assert glance(DataConfig(path=str(path))).documents == 2000
+    monkeypatch.setattr("harness.data.glance._MOST_BYTES", 100)
     assert ": at least 1,000 documents" in glance(DataConfig(path=str(path))).text
 
 
