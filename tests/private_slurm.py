@@ -122,34 +122,10 @@ class PrivateSlurm:
         return start(command, None, REPOSITORY, self.folder / "-".join(command), self.env)
 
     def _configuration(self) -> str:
-        at = self.folder
-        ports = [free_port() for _ in NODES]
-        nodes = [
-            f"NodeName={node} NodeHostname=localhost NodeAddr=127.0.0.1 Port={port} CPUs=4 "
-            "RealMemory=4000"
-            for node, port in zip(NODES, ports, strict=True)
-        ]
-        return "\n".join(
-            [
-                *("ClusterName=private", "SlurmctldHost=localhost(127.0.0.1)", "SlurmUser=root"),
-                f"FirstJobId={os.getpid()}",  # ports of ranks depend on it
-                *("KillWait=3", "AuthType=auth/munge"),
-                "AuthInfo=cred_expire=5",  # how long a requeued job waits
-                f"SlurmctldPort={free_port()}",
-                *(f"StateSaveLocation={at}/state", f"SlurmdSpoolDir={at}/spool-%n"),
-                *(f"SlurmctldPidFile={at}/slurmctld.pid", f"SlurmdPidFile={at}/slurmd-%n.pid"),
-                *("ProctrackType=proctrack/linuxproc", "TaskPlugin=task/none", "JobRequeue=1"),
-                *("SwitchType=switch/none", "MpiDefault=none", "ReturnToService=2"),
-                *("SchedulerType=sched/backfill", "SlurmdParameters=config_overrides"),
-                "SchedulerParameters=sched_interval=1,bf_interval=1",  # a requeued job starts soon
-                *("SelectType=select/cons_tres", "SelectTypeParameters=CR_Core"),
-                "JobAcctGatherType=jobacct_gather/none",
-                "AccountingStorageType=accounting_storage/none",
-                *nodes,
-                f"PartitionName=main Nodes={','.join(NODES)} Default=YES State=UP",
-                "",
-            ]
-        )
+        node = "NodeName={} NodeHostname=localhost NodeAddr=127.0.0.1 Port={} CPUs=4 RealMemory=4000"
+        facts = {"at": self.folder, "first_job": os.getpid(), "names": ",".join(NODES)}
+        facts["nodes"] = "\n".join(node.format(name, free_port()) for name in NODES)
+        return Path(__file__).with_suffix(".conf").read_text().format(port=free_port(), **facts)
 
 
 @dataclass(frozen=True)

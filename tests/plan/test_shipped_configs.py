@@ -22,19 +22,7 @@ TABLES = beside(__file__, "shipped_configs.toml")
 
 pytestmark = pytest.mark.usefixtures("cpu_with_bf16")
 
-# name -> (precision, stage, offloaded states)
-EXPECTED = {
-    **dict.fromkeys(("3d", "moe_expert8", "pipeline2", "pipeline4"), ("bf16", 1, "")),
-    **dict.fromkeys(("fp16", "fp16_static", "pipeline2_fp16"), ("fp16", 1, "")),
-    **dict.fromkeys(("tensor2_zero1", "zero1"), ("bf16", 1, "")),
-    **dict.fromkeys(("zero2", "zero2_bf16_states"), ("bf16", 2, "")),
-    **dict.fromkeys(("zero3", "zero3_sequence8", "zeropp"), ("bf16", 3, "")),
-    "fp32": ("fp32", 1, ""),
-    "zero0": ("fp32", 0, ""),
-    "zero2_offload": ("bf16", 2, "optimizer"),
-    "zero3_nvme": ("bf16", 3, "param"),
-    "zero3_offload": ("bf16", 3, "optimizer param"),
-}
+EXPECTED = TABLES["expected"]
 # Owned by the run config: none of its key=value can conflict with a shipped JSON.
 OWNED = ("optimizer", "scheduler", "gradient_clipping", "train_batch_size")
 
@@ -59,7 +47,7 @@ def test_a_json_means_what_its_name_says(name: str) -> None:
         for part in ("optimizer", "param")
         if value_of(plan.deepspeed, f"zero_optimization.offload_{part}.device") == "cpu"
     ]
-    assert (plan.precision, plan.zero_stage, " ".join(offloaded)) == EXPECTED[name]
+    assert [plan.precision, plan.zero_stage, " ".join(offloaded)] == EXPECTED[name]
     assert plan.events == ()
     if plan.precision == "bf16":
         assert plan.deepspeed["data_types"]["grad_accum_dtype"] == "fp32"
@@ -113,7 +101,7 @@ def test_deepspeed_accepts_every_resolved_json() -> None:
         samples = plan.deepspeed["train_batch_size"] // plan.grid.sequence // plan.grid.data
         resolved[name] = {**plan.deepspeed, "train_batch_size": samples}
         batch = [48, 8, 6] if plan.grid.data == 1 else [6, 6, 1]  # of eight data ranks
-        expected[name] = [[*EXPECTED[name]], batch]
+        expected[name] = [EXPECTED[name], batch]
     done = subprocess.run(
         [sys.executable, "-c", TABLES["read"]],
         input=json.dumps(resolved),

@@ -65,16 +65,9 @@ def tensor(dtype: object, shape: list[int], offsets: list[int]) -> bytes:
         (b"PK\3\4" + bytes(99), "a pickle"),
         (b"GGUF" + bytes(99), "a GGUF"),
         (b"\xff" * 99, "unexpected bytes"),
-        (header("[]"), "not an object"),
-        (header("{"), "not JSON"),
         (header("[" * 100_000 + "]" * 100_000), "not JSON"),
-        (header('{"w": 7}'), "not an object"),
-        (header('{"w": {"dtype": "F32", "shape": [1]}}'), "lacks w.data_offsets"),
-        (tensor(3, [1], [0, 4]), "w.dtype"),
-        (tensor("F32", [-1], [0, 4]), "w.shape is -1"),
-        (tensor("F32", [2], [0, 4]), "4 bytes"),
-        (tensor("X", [2], [4, 0]), "begin 4 after"),
-        (tensor("F32", [1], [4, 8]), "begin"),
+        *((header(text), reason) for text, reason in FILES["headers"]),
+        *((tensor(*entry), reason) for *entry, reason in FILES["tensors"]),
     ],
 )
 @pytest.mark.parametrize("shard", [False, True])

@@ -4,7 +4,7 @@ import json
 import random
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,46 +28,13 @@ class Layout:
 
     json: str
     ranks: int = 2
-    words: tuple[str, ...] = ()
+    words: Sequence[str] = ()
     zero_stage: int = 0
     stages: int = 1
     is_verified: bool = False
 
 
-_TENSORS = "ds.tensor_parallel.autotp_size=2"
-_SEQUENCES = "ds.sequence_parallel_size=2"
-_EXPERTS = ("ds.expert_parallel.enabled=true", "ds.expert_parallel.autoep_size=2")
-# No parameter is small enough to stay whole on every rank.
-_SPLIT = "ds.zero_optimization.stage3_param_persistence_threshold=0"
-LAYOUTS = {
-    "one": Layout("fp32", 1, zero_stage=1),
-    "zero0": Layout("zero0"),
-    "zero1": Layout("zero1", zero_stage=1),
-    "zero1 alone": Layout("zero1", 1, zero_stage=1),
-    "zero2": Layout("zero2", zero_stage=2),
-    "zero2 alone": Layout("zero2", 1, ("train.micro_batch=4",), 2),
-    "zero3": Layout("zero3", words=(_SPLIT,), zero_stage=3),
-    "zero3 alone": Layout("zero3", 1, ("train.micro_batch=4",), 3),
-    "offload": Layout("zero2_offload", zero_stage=2),
-    "offload3 alone": Layout("zero3_offload", 1, ("train.micro_batch=4",), 3),
-    "stages": Layout("pipeline2", zero_stage=1, stages=2, is_verified=True),
-    "tensors": Layout("tensor2_zero1", zero_stage=1, is_verified=True),
-    "sequences": Layout("zero3_sequence8", 2, (_SEQUENCES,), 3, is_verified=True),
-    "experts": Layout("zero1", 2, _EXPERTS, 1, is_verified=True),
-    "stages x tensors": Layout("3d", 4, (), 1, 2, True),
-    "3d": Layout("3d", 8, ("train.steps=3",), 1, 2, True),
-}
-DIVIDED_OFFLOAD = {
-    f"offload{stage} {axis}": Layout(json, ranks, (word, *more), stage, is_verified=True)
-    for axis, word in (("tensors", _TENSORS), ("sequences", _SEQUENCES))
-    for stage, json, ranks, more in (
-        (1, "zero2_offload", 2, ("ds.zero_optimization.stage=1",)),
-        (2, "zero2_offload", 2, ()),
-        (3, "zero3_offload", 4, (_SPLIT,)),
-    )
-}
-LAYOUTS |= DIVIDED_OFFLOAD
-
+LAYOUTS = {name: Layout(**row) for name, row in beside(__file__, "layouts.toml").items()}
 
 _SMALL = " ".join(SMALL_MODEL)
 
