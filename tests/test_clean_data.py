@@ -154,6 +154,7 @@ def test_the_report_counts_what_is_there(cleaned: tuple[Path, Path]) -> None:
     assert sizes[0] > sizes[-1]
     left = [point["documents"] for point in whole["after_steps"]]
     assert (left[0], left[-1]) == (documents["read"], documents["written"])
+    assert " 15 removed   13.0%" in (out / "report.txt").read_text()  # of 115 documents
 
 
 def passed_on(path: Path, text: str | None = None) -> list[dict[str, Any]]:
@@ -177,13 +178,15 @@ def test_columns_beside_the_text_are_passed_on(
     text: str | None, columns: dict[str, Any], changed: dict[str, Any], tmp_path: Path
 ) -> None:
     path = tmp_path / "corpus.jsonl"
-    path.write_text(json.dumps({text or "text": "A text.", **columns}))
+    lines = [json.dumps({text or "text": body, **columns}) for body in (" ", "A text.")]
+    path.write_text("\n".join(lines))
     (metadata,) = passed_on(path, text)
-    assert metadata == {**columns, **changed, "read_from": f"{path}:1"}
+    expected = {**columns, **changed, "read_from": f"{path}:2"}
+    assert metadata == {key: value for key, value in expected.items() if value != "gone"}
 
 
 def test_the_detected_language_leaves_a_column_language_alone(tmp_path: Path) -> None:
-    document = Document(prose(1), "1", metadata={"language": "eng", "language_score": 0.5})
+    document = Document(f"{prose(1)}\n", "1", metadata={"language": "eng", "language_score": 0.5})
     step = steps.Language(["en"], 0.5, packaged_model(), _writer(tmp_path))
     assert step.filter(document) is True
     assert document.metadata.pop("detected_language_score") > 0.5
@@ -225,44 +228,50 @@ def test_c4_removes_documents_without_lines(tmp_path: Path) -> None:
 
 
 def test_n_grams_of_all_evaluation_documents_are_written(tmp_path: Path) -> None:
-    lines = [json.dumps({"text": text}) for text in ("one two three", "four five six")]
+    lines = [json.dumps({"text": text}) for text in ("one two 三四", "four five six")]
     (tmp_path / "eval.jsonl").write_text("\n".join(lines))
     steps.write_n_grams([str(tmp_path / "eval.jsonl")], 2, "regex", tmp_path)
     (index,) = tmp_path.glob("*.index.hashes")
-    assert len(np.fromfile(index, dtype="u8")) == 4
+    assert len(np.fromfile(index, dtype="u8")) == 5
 
 
-def test_changed_evaluation_data_need_another_folder(tmp_path: Path) -> None:
+def test_whatever_changes_needs_another_folder(tmp_path: Path) -> None:
     (file := tmp_path / "eval.jsonl").write_text('{"text": "one two"}')
-    recipe = read_recipe("light", [f'decontaminate.files=["{file}"]'])
+    words = [f'decontaminate.files=["{file}"]', f"bad_words.file={file}", f"language.model={file}"]
     corpus = mock.Mock(columns={}, **{"identity.return_value": []})
     (out := tmp_path / "out").mkdir()
     for _ in range(2):
-        keep_identity(Pipeline(recipe, corpus, [], out, 1, frozenset()))
+        keep_identity(Pipeline(read_recipe("light", words), corpus, [], out, 1, frozenset()))
     file.write_text('{"text": "one two three"}')
-    with pytest.raises(ConfigError, match="a different evaluation data"):
-        keep_identity(Pipeline(recipe, corpus, [], out, 1, frozenset()))
+    corpus = mock.Mock(columns={"text": "a"}, **{"identity.return_value": [1]})
+    recipe = read_recipe("light", [*words, "c4=true"])
+    with pytest.raises(ConfigError, match=TABLES["differs"]):
+        keep_identity(Pipeline(recipe, corpus, [corpus], out, 1, frozenset()))
 
 
 def test_stages_have_the_numbers_of_the_recipe(tmp_path: Path) -> None:
     numbers = {"n_grams": 3, "num_buckets": 7, "hashes_per_bucket": 5, "seed": 9}
     words = [f"near_duplicates.{key}={value}" for key, value in numbers.items()]
     words += ['decontaminate.files=["eval.jsonl"]', "decontaminate.n_grams=6"]
-    recipe = read_recipe("light", words)
+    (own := tmp_path / "own.toml").write_text(TABLES["own"])
+    recipe = read_recipe(str(own), words)
     pipeline = Pipeline(recipe, mock.Mock(), [], tmp_path, 1, frozenset())
-    stages = {stage.name: stage for stage in pipeline._near_stages(1)}
+    stages = {stage.name: stage for stage in pipeline.stages()}
     for step in (stages["signatures"].steps[-1], stages["buckets"].steps[0]):
         assert {key: getattr(step.config, key) for key in numbers} == numbers
     assert stages["buckets"].tasks == numbers["num_buckets"]
     assert pipeline._filter("decontaminate").config.n_grams == 6
+    quality = pipeline._filter("gopher_quality")
+    assert (quality.min_doc_words, quality.max_avg_word_length) == (5, 15)
 
 
 @pytest.mark.parametrize(("rank", "measured"), [(0, 3), (1, 2), (2, 0)])
 def test_one_document_in_three_is_measured(rank: int, measured: int, tmp_path: Path) -> None:
-    documents = [Document(prose(n, 2), str(n)) for n in range(7)]
+    documents = [Document(TABLES["text"], str(n)) for n in range(7)]
     step = steps.Sample(tmp_path, 3, frozenset({0, 1}))
     assert [*step.run(iter(documents), rank)] == documents
     assert len(records(tmp_path)) == measured
+    assert all(each["measures"] == pytest.approx(TABLES["measures"]) for each in records(tmp_path))
 
 
 def test_an_address_that_is_no_text_is_no_address() -> None:

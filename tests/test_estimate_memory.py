@@ -77,14 +77,7 @@ def test_a_run_that_does_not_fit_is_told_what_would():
     assert "One sample at a time was assumed (--micro-batch)" in run(*LARGE).stdout
 
 
-@pytest.mark.parametrize(
-    ("key", "value", "title", "parts"),
-    [
-        # A quarter of the width, and 14 bytes per logit instead of 12; the tokens stay whole.
-        ("tensor_parallel.autotp_size", 4, "tensors over 4", (4, 4 * 12 / 14)),
-        ("sequence_parallel_size", 8, "sequences over 8", (8, 8)),
-    ],
-)
+@pytest.mark.parametrize(("key", "value", "title", "parts"), TABLES["divided"])
 def test_tensors_and_sequences_are_divided(key, value, title, parts):
     whole = estimated(*LARGE, "model.kernels=none")
     assert whole["not_trained"] == []

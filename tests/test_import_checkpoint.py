@@ -269,20 +269,22 @@ def test_incomplete_deepspeed_checkpoint_is_rejected(
 
 
 def _saved_by_deepspeed(folder: Path, step: int) -> None:
-    """Write what save_checkpoint writes: one rank of ZeRO 1, one parameter, one frozen."""
+    """Write what save_checkpoint writes: two ranks of ZeRO 1, one parameter, one frozen."""
     path = folder / f"global_step{step}"
     path.mkdir(parents=True)
-    share = {
-        "zero_stage": 1,
-        "partition_count": [1],
-        "single_partition_of_fp32_groups": [torch.full((6,), float(step))],
-        "base_optimizer_state": {"state": {0: {"exp_avg": torch.ones(6)}}},
-        "param_slice_mappings": [{"w": {"start": 0, "numel": 6}}],
-    }
-    optimizer = {"optimizer_state_dict": share, "ds_config": {}}
-    torch.save(optimizer, path / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
+    base = {"state": {0: {"exp_avg": torch.ones(4)}}, "param_groups": [{"step": step}]}
+    for rank in range(2):  # 4 elements, and the other 2 behind one of something else
+        share = {
+            "zero_stage": 1,
+            "partition_count": [2],
+            "single_partition_of_fp32_groups": [torch.arange(4.0) + 3 * rank + step],
+            "base_optimizer_state": base,
+            "param_slice_mappings": [{"w": {"start": rank, "numel": 4 - 2 * rank}}],
+        }
+        optimizer = {"optimizer_state_dict": share, "ds_config": {"fp16": {"enabled": True}}}
+        torch.save(optimizer, path / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
     model = {"param_shapes": [{"w": torch.Size([2, 3])}], "module": {"b": torch.ones(3)}}
-    model |= {"buffer_names": ["b", "not saved"]}
+    model |= {"buffer_names": ["b", "not saved"], "global_samples": 8 * step}
     model |= {"frozen_param_shapes": {"f": torch.Size([2])}, "global_steps": step}
     model |= {"frozen_param_fragments": {"f": torch.arange(2.0)}}
     torch.save(model, path / "mp_rank_00_model_states.pt")
@@ -306,11 +308,13 @@ def test_what_deepspeed_saved_is_imported_from_its_folder(
     assert "config.json does not exist: name the model, as in --model" in capsys.readouterr().err
     assert main([*command, "--model", "tiny"]) == 0
     checkpoint = checkpoint_of(str(new))
-    assert checkpoint.state.step == step
-    assert checkpoint.manifest.model_config["model_type"] == "llama"
-    assert torch.equal(Reader.of(checkpoint).whole("w", "weight"), torch.full((2, 3), float(step)))
-    assert torch.equal(Reader.of(checkpoint).whole("f", "weight"), torch.arange(2.0))
-    assert torch.equal(Reader.of(checkpoint).whole("b", "buffer"), torch.ones(3))
+    assert (checkpoint.state.step, checkpoint.state.samples) == (step, 8 * step)
+    manifest, reader = checkpoint.manifest, Reader.of(checkpoint)
+    assert (manifest.precision, manifest.engine["optimizer"]) == ("fp16", {"step": step})
+    assert manifest.model_config["model_type"] == "llama"
+    assert torch.equal(reader.whole("w", "weight"), torch.arange(6.0).view(2, 3) + step)
+    assert torch.equal(reader.whole("f", "weight"), torch.arange(2.0))
+    assert torch.equal(reader.whole("b", "buffer"), torch.ones(3))
 
 
 def test_a_wrong_argument_is_refused(tmp_path: Path, source: Path, imported: Imported) -> None:

@@ -103,13 +103,13 @@ def test_weights_that_cannot_be_read_are_named(tmp_path, monkeypatch) -> None:
 
 
 def test_healthy_nodes_are_ready() -> None:
-    rows = judge(plan(), HOSTS, healthy())
+    rows = judge(plan(), HOSTS, changed(1, "storage", written_bytes_per_s=8e8))
     assert [result for result in rows if result.verdict != "ok"] == []
     assert len(rows) > 20
     (written,) = [result for result in rows if result.check == "write speed"]
     estimate = plan().estimate
     assert estimate
-    seconds = estimate.checkpoint_bytes / 4 / (STORAGE.written_bytes_per_s or 0)
+    seconds = estimate.checkpoint_bytes / 4 / 8e8  # of the slowest
     assert f"about {seconds:.1f} s for a checkpoint" in written.found
     assert report.code(rows) == 0
     assert report.table(rows).endswith("preflight: ok to start, no warnings")
@@ -138,6 +138,7 @@ def test_a_step_is_predicted_with_the_rates_that_were_measured() -> None:
     )
     assert "(measured)" in text
     assert float(slow.split()[0]) > float(text.split()[0])
+    assert _rates(plan(), HOSTS, changed(1, "machine", tflops=9.0, launch_ms=2)) == TABLES["rates"]
 
 
 @pytest.mark.parametrize("count", range(1, 10))
@@ -301,6 +302,7 @@ def test_ranks_that_share_a_core_are_named(cores: list[list[int]], verdict: str)
     (found,) = [each for each in rows if each.check == "cores"]
     assert found.verdict == verdict
     assert ("n2 (ranks 2-3)" in found.found) == (verdict != "ok")
+    assert [each.verdict for each in rows if each.check == "/dev/shm"] == ["warn"]  # for two
 
 
 def test_measurements_start_when_rank_0_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -85,13 +85,13 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_errors_in_the_kernels_log_are_counted_for_the_gpu_alone() -> None:
     log = """
-[12.3] NVRM: Xid (PCI:0000:06:00): 79, pid=1, name=python, GPU has fallen off the bus.
-[12.4] NVRM: Xid (PCI:0000:06:00): 79, pid=1, name=python, GPU has fallen off the bus.
+[12.3] NVRM: Xid (PCI:0000:0A:00): 79, pid=1, name=python, GPU has fallen off the bus.
+[12.4] NVRM: Xid (PCI:0000:0A:00): 79, pid=1, name=python, GPU has fallen off the bus.
 [12.5] NVRM: Xid (PCI:0000:07:00): 94, pid=2, name=python, Contained ECC error.
 """
-    assert checks.parse_xids(log, "0000:06:00") == ["Xid 79 (2 times)"]
+    assert checks.parse_xids(log, "0000:0a:00") == ["Xid 79 (2 times)"]
     assert checks.parse_xids(log, None) == ["Xid 79 (2 times)", "Xid 94 (1 times)"]
-    assert checks.parse_xids("", "0000:06:00") == []
+    assert checks.parse_xids("", "0000:0a:00") == []
 
 
 @pytest.mark.parametrize(("driver", "torchs", "nvcc", "problem"), TABLES["versions"])
