@@ -122,7 +122,9 @@ class PrivateSlurm:
         return start(command, None, REPOSITORY, self.folder / "-".join(command), self.env)
 
     def _configuration(self) -> str:
-        node = "NodeName={} NodeHostname=localhost NodeAddr=127.0.0.1 Port={} CPUs=4 RealMemory=4000"
+        node = (
+            "NodeName={} NodeHostname=localhost NodeAddr=127.0.0.1 Port={} CPUs=4 RealMemory=4000"
+        )
         facts = {"at": self.folder, "first_job": os.getpid(), "names": ",".join(NODES)}
         facts["nodes"] = "\n".join(node.format(name, free_port()) for name in NODES)
         return Path(__file__).with_suffix(".conf").read_text().format(port=free_port(), **facts)
