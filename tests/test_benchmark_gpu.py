@@ -158,8 +158,7 @@ def test_fallbacks_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_rates_are_those_of_one_of_the_ranks() -> None:
     plan = make_plan(load_run_config(None, SMALL_MODEL), {}, World(world_size=2))
-    tokens = plan.global_batch * plan.seq_len
-    assert worker._rates(plan, 0.5)["tokens_per_s_per_gpu"] == tokens
+    assert worker._rates(plan, 0.5)["tokens_per_s_per_gpu"] == plan.global_batch * plan.seq_len
 
 
 @pytest.mark.parametrize(
@@ -174,9 +173,10 @@ def test_a_case_has_paths_of_the_caller_and_one_micro_batch(
     shows.chmod(0o755)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(shows))
-    line = measured(Case("base", {"train.micro_batch": micro_batch}), DEFAULT_DS_JSON, ranks, 1, 1)
+    case = Case("base", {"train.micro_batch": micro_batch, "plan.force": "false"})
+    line = measured(case, DEFAULT_DS_JSON, ranks, 1, 1)
     assert line["error"] == "ended with code 3: no output"
-    assert f"train.global_batch={batch} " in (tmp_path / "words").read_text()
+    assert f"plan.force=false train.global_batch={batch} " in (tmp_path / "words").read_text()
     assert (tmp_path / "path").read_text().strip().split(os.pathsep)[0] == str(REPOSITORY)
 
 

@@ -11,6 +11,7 @@ from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -233,8 +234,7 @@ def test_rehearsal_keeps_ramps_optimizer_and_groups(tmp_path: Path) -> None:
 
 
 def test_a_model_that_brings_weights_brings_its_tokenizer_alone(tmp_path: Path) -> None:
-    weights = tmp_path / "weights"
-    weights.mkdir()
+    (weights := tmp_path / "weights").mkdir()
     (weights / "config.json").write_text(json.dumps(find_model_config("llama-3-8b")[0]))
     made = job(f"model.name={weights}", f"model.init_from={weights}", "optim.lr=1e-5")
     arguments = made.write(tmp_path / "made")
@@ -259,6 +259,7 @@ def test_trainable_job_is_accepted(gpus: int, json_name: str, words: str, tmp_pa
     liger = made.real.config.model.kernels == "liger"
     assert ("model.kernels=liger" in made.not_rehearsed()) == liger
     assert ("model.lora.rank=16" in arguments) == ("model.lora.rank=16" in settings)
+    assert made.random_steps == bool(re.search("dropout|depth", words))
 
 
 def test_small_job_error_is_named_as_the_rehearsal_own(tmp_path: Path) -> None:
@@ -340,9 +341,11 @@ def test_excerpt_reads_small_data_in_place(tmp_path: Path) -> None:
         (tmp_path / "divided" / split / "0.txt").write_text("a line\n")
     first, second = (f'{{path="{tmp_path}/divided", name="{name}"' for name in "ab")
     mix = f'data.mix=[{first}, split="test"}}, {second}}}]'
-    plan: Any = SimpleNamespace(config=load_run_config(None, [mix, "data.split=train"]))
-    made = data_keys(plan, tmp_path / "part")["data.mix"]
-    assert [source["split"] for source in made] == ["test", "train"]
+    words = [mix, "data.split=train", f"data.eval_path={tmp_path}/small.txt"]
+    plan: Any = SimpleNamespace(config=load_run_config(None, words))
+    made = data_keys(plan, tmp_path / "part")
+    assert [source["split"] for source in made["data.mix"]] == ["test", "train"]
+    assert made["data.eval_path"] == f"{tmp_path}/small.txt"
     with pytest.raises(ConfigError, match=r"gone.txt does not exist"):
         excerpt(str(tmp_path / "gone.txt"), tmp_path / "part")
 
@@ -361,6 +364,17 @@ def test_one_bit_or_missing_or_repeated_step_is_a_difference() -> None:
     assert differing(lines(3.0, 2.0), expected) == ["step 3 is in only one of the two runs"]
     assert done_twice(lines(3.0, 2.0, 1.0, stopped_at=2), 2) == []
     assert done_twice(lines(3.0, 2.0, 1.0, stopped_at=1), 2) == [2]
+
+
+@pytest.mark.parametrize(("stage", "losses", "at", "why"), TABLES["curves"])
+def test_a_stage_fails_for_another_curve(stage: str, losses: Any, at: int, why: str) -> None:
+    own = {"job.other": (Grid(1), 2), "job.random_steps": False, "job.real.precision": "fp32"}
+    made = mock.MagicMock(stopped_at=4, **own)
+    made.reference.read_metrics.return_value = lines(*[3.0] * STEPS)
+    for run in (made.resumed, made.moved):
+        run.read_metrics.return_value = lines(*losses, stopped_at=at)
+    with pytest.raises(stages_of_it.StageFailed, match=why):
+        getattr(Rehearsal, stage)(made)
 
 
 def test_nonfinite_losses_count_as_apart() -> None:

@@ -1,6 +1,7 @@
 """Runs as the studio reads them: malicious names, links, damaged files."""
 
 import json
+import os
 import re
 from pathlib import Path
 from unittest import mock
@@ -30,10 +31,10 @@ def write_run(path: Path, loss: float = 5.0) -> Path:
 
 
 def test_folders_are_searched_up_to_a_limit(runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in "abcd":
-        write_run(runs / name)
+    for place, name in enumerate("abcd"):
+        os.utime(write_run(runs / name) / "status.json", (0, 2e9 + place))
     monkeypatch.setattr("tools.studio_app.runs._MOST_FOLDERS", 3)
-    assert sorted(names()) == ["a", "b", "c"]
+    assert names() == ["c", "b", "a"]
 
 
 def test_missing_run_folder_lists_no_runs(runs: Path) -> None:
@@ -158,8 +159,8 @@ def test_every_event_of_a_problem_is_one_that_train_py_writes() -> None:
 
 def test_a_log_that_cannot_be_read_is_left_out(runs: Path) -> None:
     write_run(runs / "first")
-    (runs / "first/rank.log").write_text("started")
-    assert logs("first") == [("rank.log", "started")]
+    (runs / "first/rank.log").write_text("started".rjust(9000))
+    assert logs("first") == [("rank.log", "started".rjust(6000))]
     with mock.patch.object(Path, "open", side_effect=PermissionError):
         assert logs("first") == []
 

@@ -13,15 +13,16 @@ pytest.importorskip("optuna")
 from harness.errors import ConfigError
 from harness.launch.ranks import Ranks
 from harness.runfolder import RunFolder
+from tests.tables import beside
 from tools.sweep import _run_array
 from tools.sweeps import cost, running
-from tools.sweeps.cost import Budget, Record, Used, lane_problems
+from tools.sweeps.cost import Budget, Cost, Record, Used, lane_problems
 from tools.sweeps.ranking import ranked
-from tools.sweeps.running import Queue, _lane_environment, run_task
+from tools.sweeps.running import Queue, Running, _lane_environment, run_task
 from tools.sweeps.space import Choice
 from tools.sweeps.spec import Sweep, keep_file, read_sweep
 from tools.sweeps.study import JOURNAL, OpenTrial, Study, cut_torn_line
-from tools.sweeps.text import Screen
+from tools.sweeps.text import Screen, listing
 
 _SEARCH = """
 [search]
@@ -55,6 +56,10 @@ def finish(study: Study, numbers: range) -> None:
     for number in numbers:
         trial = study.take(number)
         trial.end("done", Used(100, 1000, 0.1), value=loss(trial))
+
+
+def end_at_once(choice: Choice, folder: Path, lane: int) -> Ranks:
+    return Ranks([subprocess.Popen(["true"])], [folder / "log"], 0)
 
 
 @pytest.mark.parametrize("method", ["random", "tpe"])
@@ -103,9 +108,10 @@ def test_seeds_of_a_setting_share_its_values(method: str, tmp_path: Path) -> Non
     """Whichever seed starts first decides, and a sweep that goes on decides the same."""
     trials = "" if method == "grid" else "\ntrials = 6"
     search = "[search]\ntrain.seed = [0, 7]\noptim.name = ['adamw', 'lion', 'sgd']\n"
-    search += "optim.lr = {from = 1e-4, to = 1.0, log = true, points = 2}"
+    search += "optim.lr = {from = 1e-4, to = 1, log = true, points = 2}"
     sweep = sweep_of(tmp_path, f"method = '{method}'{trials}", search)
     assert (sweep.number_of_settings, sweep.number_of_trials) == (6, 12)
+    assert "6 settings x 2 seeds = 12 trials: 60 steps" in listing(sweep, [Cost(5, 9, None)] * 12)
     study = Study(sweep)
     for number in (1, 0, 2, 3, 5, 4, *range(6, 12)):
         trial = study.take(number)
@@ -123,7 +129,7 @@ def test_halving_stops_settings_by_their_first_seed(tmp_path: Path) -> None:
     search = "[search]\ntrain.seed = [0, 1]\noptim.lr = [1e-3, 1e-2, 1e-1]"
     settings = "method = 'grid'\nprune = {after = 0.1, factor = 3}"
     sweep = sweep_of(tmp_path, settings, f"{search}\n[eval]\nevery = 10")
-    study, started, said = Study(sweep), list[str](), list[str]()
+    study, start, said = Study(sweep), mock.Mock(side_effect=end_at_once), list[str]()
     first, second = study.take(0), study.take(2)
     assert not first.report(0.1, 1.0)
     assert second.report(0.1, 2.0)
@@ -132,13 +138,8 @@ def test_halving_stops_settings_by_their_first_seed(tmp_path: Path) -> None:
     assert not worse.report(0.1, 9.0)
     running = study.take(3)  # started before its first seed was stopped
     assert running.report(0.1, 0.0)
-
-    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
-        started.append(f"{choice['optim.lr']} {choice['train.seed']}")
-        return Ranks([subprocess.Popen(["true"])], [folder / "log"], 0)
-
     Queue(sweep, study, said.append, start, [3, 5, 4]).run()
-    assert started == ["0.1 1", "0.1 0"]
+    assert [[*call.args[0].values()] for call in start.mock_calls] == [["0.1", "1"], ["0.1", "0"]]
     assert study.records()[3].state == "pruned"
 
 
@@ -177,9 +178,9 @@ def test_study_resumes_with_more_trials_but_not_another_search(tmp_path: Path) -
     keep_file(sweep_of(tmp_path, "trials = 3"))
     keep_file(sweep_of(tmp_path, "trials = 5\nbudget = {steps = 10}\nparallel = 2"))
     with pytest.raises(ConfigError) as error:
-        keep_file(sweep_of(tmp_path, "trials = 5\nseed = 1", _SEARCH.replace("1.0", "2.0")))
-    assert "sweep.seed is 1" in str(error.value)
-    assert "search.optim.lr.to is 2.0" in str(error.value)
+        keep_file(sweep_of(tmp_path, "trials=5\nseed=1", _SEARCH.replace("1.0, log = true", "2.0")))
+    keys = ("sweep.seed", "search.optim.lr.to", "search.optim.lr.log")
+    assert all(f"{key} is " in str(error.value) for key in keys)
 
 
 def test_trials_share_cores_and_have_gpus_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,24 +234,33 @@ def test_trial_starts_if_first_decision_is_within_budget(tmp_path: Path) -> None
 @pytest.mark.parametrize("budget", [200, 199])
 def test_a_budget_counts_the_steps_before_an_interruption_once(budget: int, tmp_path: Path) -> None:
     sweep = sweep_of(tmp_path, f"trials = 2\nbudget = {{steps = {budget}}}")
-    study, started, said = Study(sweep), list[Choice](), list[str]()
+    study, start, said = Study(sweep), mock.Mock(side_effect=end_at_once), list[str]()
     finish(study, range(1))
     study.take(1).note(Used(50, 500, 0.1))
-
-    def start(choice: Choice, folder: Path, lane: int) -> Ranks:
-        started.append(choice)
-        return Ranks([subprocess.Popen(["true"])], [folder / "log"], 0)
-
     Queue(sweep, study, said.append, start, [1]).run()
-    assert len(started) == (budget == 200)
+    assert start.call_count == (budget == 200)
     assert ["used up" in line for line in said] == [True] * (budget == 199)
+
+
+@pytest.mark.parametrize(("files", "how", "ends"), beside(__file__, "study.toml")["ends"])
+def test_a_trial_ends_as_its_run(files: dict[str, str], how: str, ends: object, tmp_path) -> None:
+    sweep = sweep_of(tmp_path, "trials = 2\nprune = {after = 0.1, factor = 3}")
+    (study := Study(sweep)).take(0).report(0.1, 1.0)
+    ranks = Ranks([process := mock.Mock(**{"poll.return_value": 0})], [sweep.path], 0)
+    trial = Running(sweep, study.take(1), Cost(100, 1000, None), lambda: ranks, how == "in Slurm")
+    for name, text in files.items():
+        (sweep.folder_of(1) / name).write_text(text)
+    if how == "stopped":
+        trial.stop()
+    assert trial.watch()
+    record, is_told = study.records()[1], process.send_signal.called
+    assert [record.state, record.value, record.used.steps, record.used.tokens, is_told] == ends
 
 
 def test_a_trial_that_failed_without_a_run_names_rank_0_output(tmp_path: Path) -> None:
     sweep, said = sweep_of(tmp_path, "trials = 1"), list[str]()
     study = Study(sweep)
-    before = RunFolder(sweep.folder_of(0))
-    before.open()
+    (before := RunFolder(sweep.folder_of(0))).open()
     before.write_status("done", 0, 4)  # of an earlier attempt
     before.close()
 
