@@ -180,7 +180,8 @@ def as_text(measured: list[Measured], hidden: int) -> str:
         lines.append(f"{measurement.name:<{width}}  {row}")
     lines += ["", f"{'bytes/token':<{width}}  " + "  ".join(f"{n:>9}" for n in _groups(measured))]
     for measurement in measured:
-        cells = (f"{measurement.by_group[name].bytes_per_token:9.3f}" for name in _groups(measured))
+        by_name = {name: measurement.by_group[name].bytes_per_token for name in _groups(measured)}
+        cells = (f"{value:{max(9, len(name))}.3f}" for name, value in by_name.items())
         lines.append(f"{measurement.name:<{width}}  " + "  ".join(cells))
     return "\n".join(lines)
 
