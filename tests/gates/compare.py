@@ -10,7 +10,7 @@ import torch
 from tests.gates.cell import GLOBAL_BATCH, Cell
 from tests.gates.models import DROPPING, LEARNED
 from tests.gates.plain_model import Split, Way
-from tests.gates.reference import GATE, Sum, gradients, spreads, trained
+from tests.gates.reference import GATE, ORDERS, Sum, gradients, spreads, trained
 from tests.gates.trajectory import Difference, Trajectory, difference, worst_relative
 
 LEAST_FALL = 0.1  # relative fall of the loss in the gate; without learning, it proves little
@@ -59,11 +59,16 @@ def compare(cell: Cell, out: Path, factor: float, whole: bool = False, device: s
         objective=how.objective,
     )
     trajectory = Trajectory.load(out / cell.name)
-    # A token between two experts goes to one or the other, depending on which rank's part a sum
-    # begins with. The balancing loss, which counts tokens, then jumps.
-    jumps = mixture and how.tensor > 2 and cell.precision != "fp32"
-    for first_block in range(how.tensor if jumps else 1):
-        reference = trained(replace(way, first_block=first_block), split, mixture, GATE)
+    # A token between two experts goes to one or the other, depending on the order and the rounding
+    # of a sum, and the loss of its step jumps: that of the plain loop does in several ways.
+    jumps = mixture and cell.precision != "fp32"
+    blocks = how.tensor if how.tensor > 2 else 1  # two parts have the same sum in either order
+    for number in range(2 * ORDERS if jumps else 1):
+        turned = replace(
+            way, sums=("fp32", cell.sums)[number % 2], first_block=number // 2 % blocks
+        )
+        order = split.reordered(number // 2 // blocks)
+        reference = trained(turned, order, mixture, GATE)
         row = _against(reference, trajectory, cell, way, factor, whole)
         if not row.failures:
             break

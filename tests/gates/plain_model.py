@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 import json
+import random
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -82,6 +83,14 @@ class Split:
         starts = range(0, GLOBAL_BATCH, micro_batch)
         return cls(tuple(tuple(range(s, s + micro_batch)) for s in starts))
 
+    def reordered(self, number: int) -> Split:
+        """Return the same micro-batches and samples in another order; with 0, in this one."""
+        shuffled, draw = [*self.micro_batches], random.Random(number)
+        if number:
+            draw.shuffle(shuffled)
+            shuffled = [tuple(draw.sample(samples, len(samples))) for samples in shuffled]
+        return Split(tuple(shuffled))
+
 
 @dataclass(frozen=True)
 class Way:
@@ -96,6 +105,8 @@ class Way:
     """Number of tensor-parallel ranks whose partial sums are added; each rounds once."""
     first_block: int = 0
     """Rank whose part a sum begins with: a ring of ranks begins with each of them."""
+    sums: str = "fp32"
+    """Precision to which the sum of the micro-batches' gradients is rounded after each."""
     tiles: int = 1
     """Parts of a micro-batch's tokens that an MLP processes, each rounding its gradients."""
     reversible: bool = False
@@ -123,6 +134,7 @@ class PlainModel:
     def __init__(self, way: Way, balance: bool) -> None:
         self.balance = balance
         self.dtype = DTYPES[way.precision]
+        self.sums = DTYPES[way.sums]
         self.scale = FP16_SCALE if way.precision == "fp16" else 1.0
         if way.compiled:
             self.model = _compiled_once(way)
@@ -151,7 +163,8 @@ class PlainModel:
         for loss, gradients in self.each_micro_batch(batch, split):
             total += loss
             for name, gradient in gradients.items():
-                sums[name] += gradient
+                added = (sums[name] + gradient) * self.scale
+                sums[name] = added.to(self.sums).float() / self.scale
         for name, master in self.masters.items():
             master.grad = sums[name].to(master.dtype)
         return total
