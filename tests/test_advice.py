@@ -31,6 +31,7 @@ from tests.advice import ADVICE, Message, NoWay, followed
 from tests.advised_data import DATA, ROWS, TEXT
 from tests.plan.plans import Planner
 from tests.plan.test_tables import FOLDER, rows
+from tests.tables import beside
 
 HARNESS = Path(__file__).parents[1] / "harness"
 HERE = "$here"
@@ -220,22 +221,7 @@ def test_all_messages_that_advise_are_followed(speaker: Speaker) -> None:
     assert needed == left_out
 
 
-_LLAMA = "RANKS=8 GPU=h100-80 model.name=llama-1b data.seq_len=1024"
-
-
-@pytest.mark.parametrize(
-    "words",
-    [
-        f"{_LLAMA} ds.zero_optimization.stage=1 {more}"
-        for more in (
-            "model.kernels=none data.batching=length_grouped",
-            "model.kernels=none 'optim.groups=[{pattern=\"embed\", frozen=true}]'",
-            "ds.train_micro_batch_size_per_gpu=4 ds.gradient_accumulation_steps=2",
-            "model.name=$opt data.seq_len=16",
-            "ds.zero_optimization.stage=3 ds.zero_optimization.zero_hpz_partition_size=2",
-        )
-    ],
-)
+@pytest.mark.parametrize("words", beside(__file__, "too_large.toml")["plans"])
 def test_a_change_that_saves_memory_is_planned(words: str, speaker: Speaker) -> None:
     planned = speaker.planned
     plan = planned(words)

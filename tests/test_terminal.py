@@ -23,7 +23,7 @@ import pytest
 from harness.launch.ranks import free_port
 from harness.run.progress import Progress
 from harness.terminal import HelpFormatter, coloured, takes_colour, wrapped
-from tests.real_runs import REPOSITORY, TRAIN, environment, train_command, write_corpus
+from tests.real_runs import REPOSITORY, environment, train_command, write_corpus
 from tests.run.test_meter import LINE
 from tests.tables import beside
 from tests.tiers import rest_in_gate
@@ -31,17 +31,7 @@ from tests.tiers import rest_in_gate
 TABLES = beside(__file__, "terminal.toml")
 
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
-LAYOUT = ("tools/show_layout.py", "--model", "llama-3-8b")
-ESTIMATE = ("tools/estimate_memory.py", "--model", "llama-3-8b", "--gpus", "8", "--gpu")
-TOOLS = {
-    "keys": (TRAIN, "--keys"),
-    "plan": (TRAIN, "--dry-run", "model.name=llama-3-8b", "data.seq_len=4096"),
-    "mistakes": (TRAIN, "train.step=10", "optim.lr=-1", "ds.zero_optimization.stagee=2"),
-    "layout": (*LAYOUT, "--gpus", "64", "--deepspeed", "ds_configs/pipeline4.json"),
-    "estimate": (*ESTIMATE, "h100-80", "--seq-len", "8192"),
-    "sweep": (*ESTIMATE, "a100-40", "--sweep", "micro_batch=1..2", "seq_len=2048..4096"),
-    "schedule": ("tools/plot_schedule.py",),
-}
+TOOLS = {name: command.split() for name, command in TABLES["tools"].items()}
 
 
 class Terminal:
