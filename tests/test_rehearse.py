@@ -381,7 +381,7 @@ def test_nonfinite_losses_count_as_apart() -> None:
     expected = lines(3.0, 2.0, 1.0)
     assert apart(lines(3.0, 2.02, 5.0), expected, [1, 2], "loss") == pytest.approx(0.01)
     assert not apart(lines(3.0), expected, [1, 2], "loss") <= 1e9
-    for loss in ("inf", "nan"):  # as records have them
+    for loss in ("inf", "nan", None):  # as records have them
         assert not apart(lines(loss, 2.0), expected, [1], "loss") <= 1e9
         assert not apart(expected, lines(loss, 2.0), [1], "loss") <= 1e9
 

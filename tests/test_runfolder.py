@@ -76,6 +76,7 @@ def test_the_lock_of_a_killed_process_is_taken_over_and_reported(tmp_path: Path)
         process.send_signal(signal.SIGKILL)
         process.wait()
         folder = RunFolder(tmp_path)
+        folder.status_path.write_text('{"attempt": 1, "step": 8, "gpu_hours": 1.0}')
         folder.metrics_path.write_text('{"gpu_hours": 1.5}\n{"step": 9, "gpu_hours": 2.5}\n')
         stale = folder.open() or ""
     assert stale.startswith(f"process {process.pid} on ")

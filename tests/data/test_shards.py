@@ -41,6 +41,11 @@ def a_text(number: int) -> dict[str, object]:
     return {"text": words(number)}
 
 
+def a_line(number: int) -> dict[str, object]:
+    """Return a record of 78 bytes, `unread` in the first included: ranges begin where lines do."""
+    return {"text": words(13)[: 47 if number == 0 else 60]}
+
+
 def a_pair(number: int) -> dict[str, object]:
     return {"prompt": words(number), "completion": f" {number} {words(number + 1)}"}
 
@@ -94,7 +99,7 @@ def sharded(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Sharded:
     return shards
 
 
-@pytest.mark.parametrize("record", [a_text, a_pair, a_chat])
+@pytest.mark.parametrize("record", [a_text, a_line, a_pair, a_chat])
 def test_lines_in_shards_are_the_same_tokens(
     record: Callable[[int], dict[str, Any]], write_jsonl: Written, sharded: Sharded, tmp_path: Path
 ) -> None:

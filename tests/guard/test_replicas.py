@@ -29,6 +29,7 @@ def test_the_ranks_outside_the_majority_are_named() -> None:
     kinds = {"a": torch.float32, "b": torch.bfloat16, "c": torch.float64}
     mine = {name: torch.randn(7, 3, generator=draw).to(kind) for name, kind in kinds.items()}
     assert outliers(mine, None) == {}
+    assert outside_majority({0: 1, 1: 2}) == [0, 1], "two ranks have none"
     if rank == 1:
         mine["b"].view(torch.int16)[3, 1] ^= 1
     assert outliers(mine, None) == {"b": [1]}

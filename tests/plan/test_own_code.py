@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from harness.layout.optimizer_table import OPTIMIZERS
 from harness.models.loss import own_loss
 from harness.plan.command import parse_command, plan_from
 from harness.plan.plan import Plan
-from harness.run.instrument import own_metrics
+from harness.run.instrument import OwnMetric, own_metrics
 from tests.real_runs import REPOSITORY
 from tests.tables import beside
 
@@ -98,6 +99,11 @@ def test_what_functions_return_is_checked(my: Path) -> None:
         planned(my, "optim.schedule=d")
     with pytest.raises(ConfigError, match=r"^my\.py:8: metric 'c' is a class, but not of harness"):
         [*own_metrics({})]
+    for value in ("text", torch.zeros(2)):
+        metric = OwnMetric(mock.Mock(**{"bound.return_value": lambda *_, value=value: value}), {})
+        metric.begin(None)
+        with pytest.raises(ConfigError, match="not a number or a scalar tensor"):
+            metric.values(mock.Mock())
     with pytest.raises(ConfigError, match="whole matrices, but ZeRO 1"):
         planned(my, "optim.name=e")
 
