@@ -134,17 +134,9 @@ def test_every_other_name_of_a_key_leads_to_it() -> None:
 
 @pytest.mark.parametrize(
     ("tree", "start", "end"),
-    [
-        ({"zero_optimization": {"max_live_parameters": 1, "stage3_max_live_parameters": 2}},
-         "zero_optimization.stage3_max_live_parameters and zero_optimization.max_live_parameters "
-         "(ds.json) are the same key", ": keep one of them"),
-        ({"zero_optimization": {"cpu_offload": True, "offload_optimizer": {"device": "nvme"}}},
-         "zero_optimization.cpu_offload (ds.json) is an old key", ""),
-        ({f"qqq{n}": n for n in range(12)},
-         "DeepSpeed does not know 12 keys (ds.json): qqq0, qqq1, ", " and 4 more"),
-        *(({key: {"enabled": True}}, f"{key} (ds.json): {node['removed']}", "")
-          for key, node in ds_keys()["keys"].items() if "removed" in node),
-    ],
+    [*TABLES["alone"],
+     *(({key: {"enabled": True}}, f"{key} (ds.json): {node['removed']}", "")
+       for key, node in ds_keys()["keys"].items() if "removed" in node)],
 )  # fmt: skip
 def test_what_a_file_alone_can_get_wrong(tree: dict[str, Any], start: str, end: str) -> None:
     (problem,) = check(DsJson(tree, "ds.json"))

@@ -100,8 +100,8 @@ def test_what_functions_return_is_checked(my: Path) -> None:
     with pytest.raises(ConfigError, match=r"^my\.py:8: metric 'c' is a class, but not of harness"):
         [*own_metrics({})]
     for value in ("text", torch.zeros(2)):
-        metric = OwnMetric(mock.Mock(**{"bound.return_value": lambda *_, value=value: value}), {})
-        metric.begin(None)
+        row = mock.Mock(**{"bound.return_value": mock.Mock(return_value=value)})
+        (metric := OwnMetric(row, {})).begin(None)
         with pytest.raises(ConfigError, match="not a number or a scalar tensor"):
             metric.values(mock.Mock())
     with pytest.raises(ConfigError, match="whole matrices, but ZeRO 1"):
