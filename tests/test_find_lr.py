@@ -74,5 +74,4 @@ def test_find_lr_prints_json_only_if_asked(words: list[str], monkeypatch, capsys
     assert main(words) == 0
     assert capsys.readouterr().out.startswith('{"rates": ' if words else "try optim.lr=0.01\n")
     curve[1][:] = [4.5, 4.0, 3.5, 4.0, 5.0, 3.0]
-    assert main(words) == 2
-    assert "which may be noise" in capsys.readouterr().err
+    assert (main(words), "which may be noise" in capsys.readouterr().err) == (2, True)

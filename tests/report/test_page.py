@@ -242,12 +242,13 @@ def test_time_is_accounted_for(tmp_path):
         line["unix_time_s"] += 1000
     began = "2026-09-21T14:13:10+00:00"  # 10 s before the line of step 0 would have been written
     events = [{"kind": "engine", "time": began}, {"kind": "saved", "step": 100, "stall_s": 3.0}]
+    events.append({"kind": "a", "attempt": 2, "time": began.replace("13:10", "30:45")})
     run = read(write_run(tmp_path / "run", lines, events, outcome="running", attempt=2))
     run.events[1]["time"] = "2026-09-21T14:14:20+00:00"  # 10 s after line 100
     parts = {part.name: part.seconds for part in spent(run)}
     assert parts["training steps"] == pytest.approx(99 * 0.5 + 50 - 0.5, abs=1)
-    assert parts["not running, between attempts"] == pytest.approx(990.5)
-    assert (parts["saving"], parts["starting"]) == (3.0, 10.5)  # an event is the first sign
+    assert parts["not running, between attempts"] == pytest.approx(985)
+    assert (parts["saving"], parts["starting"]) == (3.0, 16)  # an event is the first sign
     assert (parts["evaluation, samples, export"], run.seconds[-1]) == pytest.approx((6, 100))
 
 
