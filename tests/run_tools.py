@@ -17,12 +17,12 @@ def run_tool(
     **variables: str | None,
 ) -> subprocess.CompletedProcess[str]:
     """Run `python tools/NAME.py arguments`, forked from a process that has imported everything; it
-    must end with `code`. The name of a gate stands for `python -m tests.gates.NAME`.
+    must end with `code`. NAME may also be a module of tests/gates or of harness/models.
 
     `said` is its standard input; `variables` change its environment, None removes one.
     """
-    rooms = (REPOSITORY / "tools", REPOSITORY / "tests" / "gates")
-    script = next(path for room in rooms if (path := room / f"{name}.py").exists())
+    rooms = ("tools", "tests/gates", "harness/models")
+    script = next(path for room in rooms if (path := REPOSITORY / room / f"{name}.py").exists())
     words = [*map(str, arguments)]
     zygote, _ = imported()
     with tempfile.TemporaryDirectory() as folder:

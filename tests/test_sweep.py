@@ -3,15 +3,14 @@
 import json
 import re
 import signal
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
 
 pytest.importorskip("optuna")
 
+from harness.runfolder import RunFolder
 from tests.real_runs import REPOSITORY, wait_for
 from tests.sweeps.launched import STEPS, ended, start, write_sweep
 from tools.sweeps.cost import Record
@@ -27,11 +26,6 @@ RATES = "optim.lr = {from = 1e-4, to = 0.3, log = true, points = 6}"
 def records(path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Record]:
     monkeypatch.chdir(path.parent)
     return Study(read_sweep(Path(path.name), [])).records()
-
-
-def lines_of(trial: Path) -> int:
-    metrics = trial / "metrics.jsonl"
-    return metrics.read_bytes().count(b"\n") if metrics.exists() else 0
 
 
 def test_pruned_random_sweep_nears_grid_at_a_third(data: list[str], tmp_path, monkeypatch) -> None:
@@ -67,14 +61,16 @@ def _page_shows(path: Path, trials: list[Record]) -> None:
 
 
 def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkeypatch) -> None:
-    settings = "method = 'tpe'\ntrials = 4\nprune = {after = 0.5}"
+    settings = "method = 'tpe'\ntrials = 3\nprune = {after = 0.5}"
     undisturbed = write_sweep(tmp_path, "undisturbed", settings, RATES, data)
     disturbed = write_sweep(tmp_path, "disturbed", settings, RATES, data)
     ended(start(undisturbed))
     folder = tmp_path / "runs" / "disturbed"
 
     process = start(disturbed)
-    wait_for(lambda: lines_of(folder / "trial-001") > 2, "steps of the second trial")
+    wait_for(
+        lambda: len(RunFolder(folder / "trial-001").read_metrics()) > 2, "steps of the second trial"
+    )
     ranks = psutil.Process(process.pid).children()
     assert ranks
     process.send_signal(signal.SIGKILL)
@@ -84,7 +80,9 @@ def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkey
     assert not any(rank.is_running() for rank in ranks)
 
     process = start(disturbed)
-    wait_for(lambda: lines_of(folder / "trial-002") > 2, "steps of the third trial")
+    wait_for(
+        lambda: len(RunFolder(folder / "trial-002").read_metrics()) > 2, "steps of the third trial"
+    )
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
     output = ended(process, code=75)
@@ -94,13 +92,11 @@ def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkey
     assert not any(rank.is_running() for rank in ranks)
 
     ended(start(disturbed))
-    kept: Mapping[str, list[Any]] = {
-        path.stem: [
-            (record.choice, record.state, record.value) for record in records(path, monkeypatch)
-        ]
+    same, kept = (
+        [(record.choice, record.state, record.value) for record in records(path, monkeypatch)]
         for path in (undisturbed, disturbed)
-    }
-    assert kept["disturbed"] == kept["undisturbed"]
+    )
+    assert kept == same
     status = json.loads((folder / "trial-001" / "status.json").read_text())
     assert status["attempt"] == 2
 

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +93,16 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(text: str) -> dict[str, Any]:
-    """Trace in another process, without a GPU."""
+    told, problem = _tried(text)
+    if problem:
+        raise Untraceable(f"its class cannot be traced: {problem}")
+    answer: dict[str, Any] = json.loads(told)
+    return answer
+
+
+@cache  # what cannot be traced is tried once, not by each that asks
+def _tried(text: str) -> tuple[str, str]:
+    """Trace in another process, without a GPU. Return what it said, and the problem, if any."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     paths = [str(REPOSITORY), environ.get("PYTHONPATH")]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # "" is the current folder
@@ -103,12 +112,9 @@ def _asked(text: str) -> dict[str, Any]:
             command, input=text, capture_output=True, text=True, env=environ, timeout=_PATIENCE_S
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise Untraceable(f"its class cannot be traced: {error}") from None
-    if done.returncode:
-        last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
-        raise Untraceable(f"its class cannot be traced: {last[0]}")
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
+        return "", str(error)
+    last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+    return done.stdout, last if done.returncode else ""
 
 
 def _kept(text: str) -> Path | None:

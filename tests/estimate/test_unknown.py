@@ -32,13 +32,15 @@ SIZES |= {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 176, "num_h
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
 UNKNOWN = ("stablelm", "granite", "starcoder2", "cohere", "olmo", "glm")
 MIXED = beside(__file__, "unknown.toml")["mixed"]
+ASKED = {"source": None, "precision": "bf16", "attention": "sdpa", "micro_batch": 1}
 
 
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Keep traces in a temporary folder for the tests."""
+    """Keep traces in a temporary folder; trace in forks of a process that has imported all."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(memory, "_asked", lambda t: json.loads(run_tool("tracing", said=t).stdout))
         yield patch
 
 
@@ -98,8 +100,7 @@ def test_kernels_keep_less_than_reference_code(model_type: str) -> None:
     """As in their packages' sources; the rest of the layers keeps the same."""
     kinds = {"layer_types": ["conv", "full_attention"] * 2} if model_type == "lfm2" else {}
     config = AutoConfig.for_model(model_type, num_hidden_layers=4, **kinds).to_dict()
-    request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
-    request |= {"micro_batch": 1, "seq_len": 128}
+    request = {"config": config, **ASKED, "seq_len": 128}
     reference, fused = (memory.traced({**request, "kernels": k}) for k in ((), STATE_KERNELS))
     assert (reference.way, fused.way) == (BY_REFERENCE, WITH_KERNELS)
     assert fused.shape == reference.shape
@@ -113,8 +114,7 @@ def test_a_fused_layer_of_mamba_keeps_what_its_source_says() -> None:
     sizes = {"hidden_size": 64, "state_size": 16, "conv_kernel": 4, "num_hidden_layers": 2}
     config = AutoConfig.for_model("mamba", **sizes).to_dict()
     rank, tokens, channels = config["time_step_rank"], 3000, 128
-    request = {"config": config, "source": None, "precision": "bf16", "attention": "sdpa"}
-    request |= {"micro_batch": 1, "seq_len": tokens, "kernels": STATE_KERNELS}
+    request = {"config": config, **ASKED, "seq_len": tokens, "kernels": STATE_KERNELS}
     kept = 2 * tokens * (2 * channels + rank + 2 * 16 + 2 * 16 + channels)  # xz, x_dbl, B, C, out
     kept += 4 * channels * 2 * 2 * 16  # states of two chunks, each twice, in fp32
     kept += 4 * channels * (2 * 16 + 2)  # A and its negative, D, delta_bias

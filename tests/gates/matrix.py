@@ -21,11 +21,9 @@ class Row(Protocol):
     @property
     def failures(self) -> list[str]:
         """What differs by more than is allowed."""
-        ...
 
     def line(self) -> str:
         """Return a line about it."""
-        ...
 
 
 class Named(Protocol):
@@ -34,7 +32,6 @@ class Named(Protocol):
     @property
     def name(self) -> str:
         """Name of the cell, in arguments and tables."""
-        ...
 
 
 C = TypeVar("C", bound=Named)
