@@ -68,9 +68,7 @@ def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkey
     folder = tmp_path / "runs" / "disturbed"
 
     process = start(disturbed)
-    wait_for(
-        lambda: len(RunFolder(folder / "trial-001").read_metrics()) > 2, "steps of the second trial"
-    )
+    wait_for(lambda: len(RunFolder(folder / "trial-001").read_metrics()) > 2, "the second trial")
     ranks = psutil.Process(process.pid).children()
     assert ranks
     process.send_signal(signal.SIGKILL)
@@ -80,9 +78,7 @@ def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkey
     assert not any(rank.is_running() for rank in ranks)
 
     process = start(disturbed)
-    wait_for(
-        lambda: len(RunFolder(folder / "trial-002").read_metrics()) > 2, "steps of the third trial"
-    )
+    wait_for(lambda: len(RunFolder(folder / "trial-002").read_metrics()) > 2, "the third trial")
     ranks = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGINT)
     output = ended(process, code=75)
@@ -97,8 +93,7 @@ def test_killed_sweep_finishes_the_same_trials(data: list[str], tmp_path, monkey
         for path in (undisturbed, disturbed)
     )
     assert kept == same
-    status = json.loads((folder / "trial-001" / "status.json").read_text())
-    assert status["attempt"] == 2
+    assert (RunFolder(folder / "trial-001").read_status() or {})["attempt"] == 2
 
 
 def test_a_sweep_goes_on_after_a_trial_that_failed(data: list[str], tmp_path, monkeypatch) -> None:

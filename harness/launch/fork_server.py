@@ -159,7 +159,7 @@ def main() -> None:
         import harness.engine.build
         import harness.loop  # noqa: F401
 
-    _share_gloo_threads()
+    share_gloo_threads()
     # DeepSpeed calls this twice for every engine with a CPU optimizer, which takes 3 s.
     cpu_info = cpuinfo.get_cpu_info()
     cpuinfo.get_cpu_info = lambda: cpu_info
@@ -170,7 +170,7 @@ def main() -> None:
             print(json.dumps(_answer(json.loads(line), answers.fileno())), file=answers, flush=True)
 
 
-def _share_gloo_threads() -> None:
+def share_gloo_threads() -> None:
     """Let all gloo groups of a rank share the thread for their connections: it wakes a hundred
     times a second, and ranks that take several jobs make up to thirty groups.
     """

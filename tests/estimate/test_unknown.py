@@ -22,6 +22,7 @@ from harness.plan import memory
 from harness.plan.command import parse_command, plan_from
 from harness.plan.memory import traced_inputs
 from harness.run.dry_run import dry_run
+from tests.real_runs import imported
 from tests.run_tools import run_tool
 from tests.tables import beside
 from tests.tiers import rest_in_gate
@@ -38,6 +39,7 @@ ASKED = {"source": None, "precision": "bf16", "attention": "sdpa", "micro_batch"
 @pytest.fixture(scope="module", autouse=True)
 def cache(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Keep traces in a temporary folder; trace in forks of a process that has imported all."""
+    imported()  # the process that is forked for all later tests, too, keeps its environment
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(memory, "_asked", lambda t: json.loads(run_tool("tracing", said=t).stdout))

@@ -7,8 +7,11 @@ import huggingface_hub.constants
 import pytest
 import torch
 
+from harness.launch.fork_server import share_gloo_threads
 from tests.inputs.rule import SECRET
 from tests.real_runs import write_corpus
+
+share_gloo_threads()  # engines of past runs keep their groups: hundreds of threads that tick
 
 
 @pytest.fixture(scope="package", autouse=True)
