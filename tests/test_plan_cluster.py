@@ -345,15 +345,15 @@ def test_written_files_are_the_priced_job(gpus: int, more: list[str], tmp_path: 
     whole = job_of(plan, step)
     assert whole is not None
     assert whole.gpu_hours == pytest.approx(row["gpu_hours"], rel=1e-2, abs=0.1)
-    device = int(find_gpu("a100-40").memory_gib * GIB)
-    shown = plan.estimate.worst.shown_within(device)
+    shown = plan.estimate.worst.shown_within(int(find_gpu("a100-40").memory_gib * GIB))
     assert [size / GIB for size in shown] == pytest.approx(row["peak_gib"], rel=1e-3)
     run = tomllib.loads((tmp_path / "run.toml").read_text())
-    assert run["data"]["path"] == "/path/to/your/data"
-    assert run["optim"]["lr"] == 6e-4
+    assert (run["data"]["path"], run["optim"]["lr"]) == ("/path/to/your/data", 6e-4)
     asked = load_run_config(None, more)
-    assert run["optim"]["schedule"] == asked.optim.schedule
-    assert run["train"].get("steps") == asked.train.steps
+    chosen = run["optim"]["schedule"], run["train"].get("steps")
+    assert chosen == (asked.optim.schedule, asked.train.steps)
+    every_s = (2 * row["save_s"] * 50_000 * 3600 / gpus) ** 0.5  # Young's; a GPU runs 50,000 h
+    assert run["save"]["every"] * step.seconds == pytest.approx(every_s, rel=0.02)
     assert "a rate" not in dry_run(plan, elsewhere=True).text()
 
 
