@@ -391,7 +391,7 @@ def _misspelt(record: dict[str, Any]) -> dict[str, str]:
     near = {
         key: similar[0]
         for key in record
-        if key not in COLUMNS and len(key) < 99  # of a longer one, a comparison takes long
+        if key not in COLUMNS and len(key) < 99  # a longer one takes long to compare
         if (similar := get_close_matches(key.lower(), COLUMNS, 1, 0.85))
     }
     renamed = {near.get(key, key) for key in record}
