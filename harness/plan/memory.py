@@ -93,28 +93,26 @@ def _answered(request: dict[str, Any]) -> dict[str, Any]:
 
 
 def _asked(text: str) -> dict[str, Any]:
-    told, problem = _tried(text)
-    if problem:
-        raise Untraceable(f"its class cannot be traced: {problem}")
-    answer: dict[str, Any] = json.loads(told)
+    try:
+        done = _tried(text)
+    except (OSError, subprocess.TimeoutExpired) as error:  # may succeed the next time
+        raise Untraceable(f"its class cannot be traced: {error}") from None
+    if done.returncode:
+        last = done.stderr.strip().splitlines()[-1:] or ["no reason given"]
+        raise Untraceable(f"its class cannot be traced: {last[0]}")
+    answer: dict[str, Any] = json.loads(done.stdout)
     return answer
 
 
-@cache  # what cannot be traced is tried once, not by each that asks
-def _tried(text: str) -> tuple[str, str]:
-    """Trace in another process, without a GPU. Return what it said, and the problem, if any."""
+@cache  # an installed class that cannot be traced is tried once, not by each that asks
+def _tried(text: str) -> subprocess.CompletedProcess[str]:
+    """Trace in another process, without a GPU."""
     environ = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "TRANSFORMERS_VERBOSITY": "error"}
     paths = [str(REPOSITORY), environ.get("PYTHONPATH")]
     environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # "" is the current folder
     command = [sys.executable, "-P", "-m", _MODULE]
-    try:
-        done = subprocess.run(
-            command, input=text, capture_output=True, text=True, env=environ, timeout=_PATIENCE_S
-        )
-    except (OSError, subprocess.TimeoutExpired) as error:
-        return "", str(error)
-    last = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
-    return done.stdout, last if done.returncode else ""
+    options: Any = {"capture_output": True, "text": True, "timeout": _PATIENCE_S}
+    return subprocess.run(command, input=text, env=environ, **options)
 
 
 def _kept(text: str) -> Path | None:
