@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from harness.plan.plan import Plan
 
 GLOBAL_BATCH = 8  # samples
-STEPS = 12
+STEPS = 8
 HELD_OUT_SAMPLES = 13  # not divisible by any split into micro-batches and ranks
 C = TypeVar("C")
 

@@ -11,7 +11,7 @@
 
 A cell is ARCHITECTURE-LAYOUT-PRECISION-ACCUMULATION-RANKS. The gate compares the initial loss
 (nats), every parameter's gradient at step 0, the weights' change after one plain SGD step, loss and
-gradient norm of 12 AdamW steps, and the held-out loss after them. The tolerance is 5 times the
+gradient norm of 8 AdamW steps, and the held-out loss after them. The tolerance is 5 times the
 spread of the plain loop against itself when only the order of its sums changes: over the fastest
 order if the cell is within that, otherwise over more; with --full, over all. A mixture's curve in
 half precision may be that of any order. Exit code 1 if a cell differs.

@@ -50,7 +50,7 @@ def do(job: Job, world: World, device: torch.device, out: Path) -> None:
 
 
 def train(job: Job, world: World, device: torch.device, out: Path) -> Trajectory:
-    """Return one engine's gradients and SGD step, and another's 12 AdamW steps and evaluation."""
+    """Return one engine's gradients and SGD step, and another's 8 AdamW steps and evaluation."""
     cell, result = job.cell, Trajectory()
     if cell.how.compiled:
         # Dynamo counts recompilations of a decoder layer over all engines of a process. After the

@@ -133,7 +133,7 @@ def test_a_spoiled_file_ends_cleanly(fresh: Any, use: str) -> None:
     def spoiling(file: Path) -> st.SearchStrategy[Any]:
         return st.tuples(st.just(file), values.spoiled(contents[file], file.suffix), st.booleans())
 
-    each(30, st.sampled_from([*contents]).flatmap(spoiling), test)
+    each(15, st.sampled_from([*contents]).flatmap(spoiling), test)
 
 
 def _set(path: str, value: object, *keys: str | int) -> Callable[[], None]:
