@@ -33,10 +33,10 @@ LONG = (
     *("test_slurm_runs.py", "test_gates.py", "engine", "test_parity.py", "test_features.py"),
     *("test_loop.py", "test_rehearse.py", "studio", "test_accept_gpu.py", "test_sweep.py"),
     *("test_configs.py", "test_memory.py", "test_checkpoints.py", "test_learning.py"),
-    *("test_recipes.py", "test_divided.py", "test_folders.py", "test_readme.py"),
+    *("test_recipes.py", "test_divided.py", "test_readme.py"),
 )
 # In a gate, tests of these files are distributed one by one: each is long, or waits for others.
-APART = re.compile(r"tests/(gates/|test_slurm_runs|estimate/test_unknown)")
+APART = re.compile(r"tests/(gates/|inputs/|test_slurm_runs|estimate/test_unknown)")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
