@@ -336,7 +336,7 @@ def test_rungs_without_time_are_skipped(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.gate("tools")
 def test_steps_hold_on_two_cpu_ranks(tmp_path: Path) -> None:
-    """All but those that other gates measure, or that count what only a GPU has."""
+    """All but those that the README or other gates run, or that count what only a GPU has."""
     elsewhere = ("environment", "parity", "attention", "waits", "memory", "speed")
     out, names = tmp_path / "out.json", [s.name for s in STEPS if s.name not in elsewhere]
     with pytest.MonkeyPatch.context() as patch:
